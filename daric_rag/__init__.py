@@ -1,0 +1,111 @@
+"""daric_rag: position-independent KV cache reuse for RAG on an unmodified vLLM.
+
+Every public name is listed in `__all__` and resolved on first use (PEP 562), so that
+`import daric_rag` costs milliseconds and needs neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from daric_rag.config import DaricConfig
+    from daric_rag.engine import (
+        ChunkedPrompt,
+        Completion,
+        Delta,
+        Engine,
+        ReuseStats,
+        TokenPrompt,
+    )
+    from daric_rag.errors import (
+        ConfigError,
+        DaricError,
+        EngineClosedError,
+        EngineError,
+        ModelError,
+        ModelNotFoundError,
+        PromptError,
+        PromptTooLongError,
+        StoreError,
+        UnsupportedModelError,
+        VllmVersionError,
+        WireError,
+    )
+    from daric_rag.layout import PromptLayout
+    from daric_rag.models import resolve_model
+    from daric_rag.runtime.embedded import EmbeddedEngine
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ChunkedPrompt",
+    "Completion",
+    "ConfigError",
+    "DaricConfig",
+    "DaricError",
+    "Delta",
+    "EmbeddedEngine",
+    "Engine",
+    "EngineClosedError",
+    "EngineError",
+    "ModelError",
+    "ModelNotFoundError",
+    "PromptError",
+    "PromptLayout",
+    "PromptTooLongError",
+    "ReuseStats",
+    "StoreError",
+    "TokenPrompt",
+    "UnsupportedModelError",
+    "VllmVersionError",
+    "WireError",
+    "__version__",
+    "resolve_model",
+]
+
+_MODULES = {
+    "config": ("DaricConfig",),
+    "engine": (
+        "ChunkedPrompt",
+        "Completion",
+        "Delta",
+        "Engine",
+        "ReuseStats",
+        "TokenPrompt",
+    ),
+    "errors": (
+        "ConfigError",
+        "DaricError",
+        "EngineClosedError",
+        "EngineError",
+        "ModelError",
+        "ModelNotFoundError",
+        "PromptError",
+        "PromptTooLongError",
+        "StoreError",
+        "UnsupportedModelError",
+        "VllmVersionError",
+        "WireError",
+    ),
+    "layout": ("PromptLayout",),
+    "models": ("resolve_model",),
+    "runtime.embedded": ("EmbeddedEngine",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the module that defines `name` and returns the attribute."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_MODULE_OF[name]}")
+    value = getattr(module, name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    """Lists the public names beside what is loaded."""
+    return sorted({*globals(), *__all__})

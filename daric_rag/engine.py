@@ -1,0 +1,320 @@
+"""The client's vocabulary: prompts in, completions out, and the `Engine` protocol.
+
+Integrations and the command line see this module only, so they run alike on an
+embedded engine, a remote one, or a fake of a few lines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeGuard
+
+from daric_rag.errors import ConfigError, PromptError
+from daric_rag.layout import PromptLayout
+
+__all__ = [
+    "ChunkedPrompt",
+    "Completion",
+    "Delta",
+    "Engine",
+    "GenerationOptions",
+    "Prompt",
+    "Reuse",
+    "ReuseStats",
+    "TokenPrompt",
+]
+
+Reuse = Literal["daric", "full_reuse", "off"]
+"""``daric``: reuse and partial recomputation; ``full_reuse``: reuse, recompute nothing
+but the question; ``off``: an ordinary request, exactly as vLLM alone would run it."""
+
+_REUSE = ("daric", "full_reuse", "off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedPrompt:
+    """Retrieved documents and a question, each document a chunk of its own.
+
+    Attributes:
+        system: System text; it goes into the first chunk with the chat template's
+            opening. None: the template's own default, if it has one.
+        documents: Texts, or anything with a ``page_content`` or ``text`` attribute, in
+            prompt order. Empty ones are dropped.
+        question: The fresh end of the prompt, always computed in full context.
+
+    Raises:
+        PromptError: There is neither a document nor a question, or an entry is no
+            text.
+    """
+
+    system: str | None = None
+    documents: Sequence[Any] = ()
+    question: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what no prompt can be made of."""
+        # A str is a sequence of letters, and an iterator is empty the second time.
+        if isinstance(self.documents, str) or not isinstance(self.documents, Sequence):
+            raise PromptError(
+                f"documents is a {type(self.documents).__name__}; pass a list of "
+                f"documents"
+            )
+        for name in ("system", "question"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (name == "system" and value is None):
+                raise PromptError(f"{name} is a {type(value).__name__}; pass a str")
+        texts = self.texts()
+        if not self.question.strip() and not texts:
+            raise PromptError(
+                "the prompt is empty: it has neither documents nor a question; pass "
+                "at least a question"
+            )
+
+    def texts(self) -> list[str]:
+        """Return the non-empty documents' texts, in order."""
+        texts = [_text_of(index, doc) for index, doc in enumerate(self.documents)]
+        return [text for text in texts if text.strip()]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Chunks of token ids, for callers with their own tokenisation.
+
+    Attributes:
+        chunks: Ids per chunk; the last chunk is the question. With exact alignment
+            the model sees precisely their concatenation.
+    """
+
+    chunks: Sequence[Sequence[int]]
+
+
+Prompt = ChunkedPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationOptions:
+    """How to generate, checked before any work.
+
+    Attributes:
+        max_tokens: Most tokens to generate, at least 1.
+        temperature: At least 0; 0 is greedy.
+        top_p: Nucleus, in (0, 1].
+        stop: Strings that end the answer and are cut from it.
+        seed: Of this request's sampling; None is unseeded.
+        logprobs: Log-probabilities of this many most likely tokens per generated
+            token, beside the generated one; None for none.
+        reuse: See `Reuse`.
+        ignore_eos: Go on after the end-of-turn token, for benchmarks.
+        conversation: Id of a conversation whose prompts grow by whole chunks, so that
+            a longer prompt takes its earlier blocks from vLLM's prefix cache.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    stop: str | Sequence[str] | None = None
+    seed: int | None = None
+    logprobs: int | None = None
+    reuse: Reuse = "daric"
+    ignore_eos: bool = False
+    conversation: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check every option, so that nothing is refused halfway."""
+        _check_int("max_tokens", self.max_tokens, minimum=1)
+        _check_temperature(self.temperature)
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise ConfigError(
+                f"top_p is {self.top_p!r}; it must be a number above 0 and at most 1"
+            )
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, minimum=0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, minimum=0)
+        if self.reuse not in _REUSE:
+            raise ConfigError(
+                f"reuse is {self.reuse!r}; it must be one of {', '.join(_REUSE)}"
+            )
+        _check_stop(self.stop)
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos is {self.ignore_eos!r}; it must be a bool")
+        conversation = self.conversation
+        if conversation is not None and not (
+            isinstance(conversation, str) and conversation
+        ):
+            raise ConfigError(
+                f"conversation is {conversation!r}; it must be a non-empty str or None"
+            )
+
+    @property
+    def stop_list(self) -> list[str]:
+        """Stop strings as a list."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseStats:
+    """Where a prompt's KV came from. Never silently zero: see `reason`.
+
+    Loaded tokens that lie in the recompute set count as both hit and recomputed.
+
+    Attributes:
+        prompt_tokens: Tokens in the prompt, padding included.
+        padding_tokens: Of these, padding.
+        num_chunks: Chunks, the question included.
+        gpu_prefix_tokens: Taken from vLLM's own prefix cache.
+        contiguous_hit_tokens: Loaded; every chunk before them was hit too.
+        disjoint_hit_tokens: Loaded behind a miss.
+        generated_tokens: Of missing chunks, computed on their own in this request.
+        recomputed_tokens: Computed in full context: windows and question.
+        saved_tokens: Written to the store.
+        load_s: Seconds of reading, re-encoding and placing.
+        generation_s: Seconds of generating, saving and placing missing chunks.
+        recompute_s: Seconds of the forward passes over the recompute set; requests in
+            one batch share them.
+        reason: Why nothing was reused, or "".
+    """
+
+    prompt_tokens: int = 0
+    padding_tokens: int = 0
+    num_chunks: int = 0
+    gpu_prefix_tokens: int = 0
+    contiguous_hit_tokens: int = 0
+    disjoint_hit_tokens: int = 0
+    generated_tokens: int = 0
+    recomputed_tokens: int = 0
+    saved_tokens: int = 0
+    load_s: float = 0.0
+    generation_s: float = 0.0
+    recompute_s: float = 0.0
+    reason: str = ""
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens loaded from the store."""
+        return self.contiguous_hit_tokens + self.disjoint_hit_tokens
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens that were not computed for this request's prefill at all, at most."""
+        return self.hit_tokens + self.gpu_prefix_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished answer.
+
+    Attributes:
+        text: The answer.
+        token_ids: Its tokens, [num_generated].
+        finish_reason: ``"stop"``, ``"length"`` or ``"abort"``.
+        logprobs: Per generated token, token id to log-probability; None if not asked.
+        ttft_s: Seconds from submission to the first token's arrival at the client.
+        reuse: Where the prompt's KV came from.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[dict[int, float], ...] | None
+    ttft_s: float
+    reuse: ReuseStats = field(default_factory=ReuseStats)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One streamed piece of an answer.
+
+    Attributes:
+        text: New text, possibly empty while a character is incomplete.
+        token_ids: New tokens.
+        logprobs: Of the new tokens, as in `Completion`.
+        completion: The whole answer, on the last delta only.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[dict[int, float], ...] | None = None
+    completion: Completion | None = None
+
+
+class Engine(Protocol):
+    """Client process. Answers prompts; embedded, remote or fake.
+
+    ``options`` are the fields of `GenerationOptions`. Bad input raises a subclass of
+    `DaricError` before any work. Every method may be called from any thread.
+    """
+
+    def generate(self, prompt: Prompt, **options: Any) -> Completion:
+        """Answer one prompt."""
+        ...
+
+    def generate_batch(
+        self, prompts: Sequence[Prompt], **options: Any
+    ) -> list[Completion]:
+        """Answer several prompts, batched by the engine; in their order."""
+        ...
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Delta]:
+        """Answer one prompt piece by piece; closing the iterator aborts."""
+        ...
+
+    async def agenerate(self, prompt: Prompt, **options: Any) -> Completion:
+        """Answer one prompt; concurrent calls are batched. Cancelling aborts."""
+        ...
+
+    def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Delta]:
+        """Answer one prompt piece by piece, concurrently with others."""
+        ...
+
+    def layout(self, prompt: Prompt) -> PromptLayout:
+        """Return the tokens, chunks and recompute set of a prompt, without running."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; harmless when repeated."""
+        ...
+
+
+def _text_of(index: int, document: Any) -> str:
+    if isinstance(document, str):
+        return document
+    for name in ("page_content", "text"):
+        text = getattr(document, name, None)
+        if isinstance(text, str):
+            return text
+    raise PromptError(
+        f"document {index} is a {type(document).__name__} without text; pass a str or "
+        f"an object with a page_content or text attribute"
+    )
+
+
+def _check_int(name: str, value: object, *, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{name} is {value!r}; it must be an int of >= {minimum}")
+
+
+def _check_temperature(value: object) -> None:
+    if not _is_number(value) or not 0 <= value < math.inf:
+        raise ConfigError(
+            f"temperature is {value!r}; it must be a finite number of at least 0"
+        )
+
+
+def _check_stop(stop: object) -> None:
+    texts = [stop] if isinstance(stop, str) else stop
+    if texts is not None and not (
+        isinstance(texts, Sequence)
+        and all(isinstance(text, str) and text for text in texts)
+    ):
+        raise ConfigError(
+            f"stop is {stop!r}; it must be a non-empty str, a list of them or None"
+        )
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,283 @@
+"""From a prompt to token ids, layout and wire. Pure: the tokenizer is injected.
+
+A `ChunkedPrompt` becomes these chunks; the chat template is rendered once per system
+text, around a placeholder for everything that stands in the user's turn::
+
+    chunk 1           template's opening, system text, opening of the user's turn
+    chunk 2 .. M - 1  one document each, tokenised alone, so that its ids never depend
+                      on its neighbours
+    chunk M           question, template's ending, opening of the answer
+
+Role markers thus belong to chunks 1 and M. No text of a document or a question ever
+becomes one: see `tokenization.TextEncoder`.
+
+Without a chat template chunk 1 is what the tokenizer itself begins a text with (bos)
+and the system text; without a system text, the first document takes that place.
+
+A str is raw text, used as it is, as vLLM takes it: no chat template, the tokenizer's
+own bos in front, and special tokens written in it are special tokens. If
+`DaricConfig.delimiter` is set the text is split there and each piece is a chunk, the
+last one the question; otherwise it is one chunk.
+
+A lone chunk is an exact prefix and reusable: the index then degenerates to fixed-size
+prefix matching.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from datetime import date
+from threading import RLock
+
+from daric_rag.config import DaricConfig
+from daric_rag.engine import ChunkedPrompt, TokenPrompt
+from daric_rag.errors import (
+    ConfigError,
+    PromptError,
+    PromptTooLongError,
+)
+from daric_rag.layout import PromptLayout, build_layout, split_delimited
+from daric_rag.selection import ReuseMode
+from daric_rag.tokenization import (
+    BREAK,
+    ChatTemplate,
+    TextEncoder,
+    Tokenizer,
+    bos_of,
+)
+from daric_rag.wire import RequestWire
+
+__all__ = ["InputProcessor", "Tokenizer"]
+
+_Ids = Sequence[int]
+
+_MAX_TEMPLATES = 128
+_MAX_CACHED_CHARS = 16 * 1024 * 1024
+
+
+class InputProcessor:
+    """Client process. Makes layouts; may be called from any thread.
+
+    Args:
+        tokenizer: The model's. It is used under a lock, so pass an instance that
+            nobody else reconfigures meanwhile.
+        config: Layout, selection and namespace.
+        block_size: Tokens per KV block of the engine.
+        max_model_len: Tokens that prompt and answer may have together.
+
+    Raises:
+        ConfigError: ``alignment="block"`` and the tokenizer has no end-of-turn token
+            to pad with.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        config: DaricConfig,
+        block_size: int,
+        max_model_len: int,
+    ) -> None:
+        """Take over what the engine knows."""
+        if config.alignment == "block" and tokenizer.eos_token_id is None:
+            raise ConfigError(
+                'alignment="block" pads with the end-of-turn token, and this tokenizer '
+                'has no eos_token; use alignment="exact"'
+            )
+        self._tokenizer = tokenizer
+        self._config = config
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._lock = RLock()
+        self._bos = bos_of(tokenizer)
+        self._template = (
+            ChatTemplate(tokenizer) if tokenizer.chat_template is not None else None
+        )
+        fixed = self._template.fixed_text() if self._template else ""
+        self._encoder = TextEncoder(tokenizer, fixed)
+        self._documents = _DocumentCache(_MAX_CACHED_CHARS)
+        self._frames: OrderedDict[object, tuple[_Ids, str]] = OrderedDict()
+
+    def layout(self, prompt: ChunkedPrompt | TokenPrompt | str) -> PromptLayout:
+        """Return the tokens, chunks and recompute set of a prompt.
+
+        Args:
+            prompt: Documents and a question, chunks of token ids, or raw text.
+
+        Raises:
+            PromptError: The prompt is empty or is of another type.
+        """
+        chunks: Sequence[_Ids]
+        if isinstance(prompt, TokenPrompt):
+            chunks = _listed(prompt.chunks)
+        elif isinstance(prompt, ChunkedPrompt):
+            with self._lock:
+                chunks = self._chunked(prompt)
+        elif isinstance(prompt, str):
+            with self._lock:
+                chunks = self._raw(prompt)
+        else:
+            raise PromptError(
+                f"a prompt is a ChunkedPrompt, a TokenPrompt or a str, not a "
+                f"{type(prompt).__name__}"
+            )
+        return build_layout(
+            chunks,
+            config=self._config,
+            block_size=self._block_size,
+            pad_token_id=self._tokenizer.eos_token_id or 0,
+            reusable=[True] if len(chunks) == 1 else None,
+        )
+
+    def document_ids(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a document's chunk, the same in every prompt.
+
+        With ``alignment="block"`` trailing padding is part of it. Pre-warming uses
+        this, so that what it stores is what prompts look for.
+
+        Raises:
+            PromptError: The document is empty.
+        """
+        if not text.strip():
+            raise PromptError("the document is empty; drop it")
+        with self._lock:
+            ids = tuple(self._document(text))
+        if self._config.alignment == "block":
+            pad_len = -len(ids) % self._block_size
+            ids += (self._tokenizer.eos_token_id or 0,) * pad_len
+        return ids
+
+    def check_len(self, layout: PromptLayout, max_tokens: int) -> int:
+        """Return how many tokens can be generated, at most `max_tokens`.
+
+        As in vLLM, only a prompt that leaves no room for a single token is refused;
+        an answer that reaches the context's end stops there, with finish reason
+        ``"length"``.
+
+        Raises:
+            PromptTooLongError: The prompt itself does not fit.
+        """
+        if layout.prompt_len >= self._max_model_len:
+            raise PromptTooLongError(layout.prompt_len, self._max_model_len - 1)
+        return min(max_tokens, self._max_model_len - layout.prompt_len)
+
+    def request_wire(
+        self, layout: PromptLayout, *, reuse: ReuseMode, save_tail: bool = False
+    ) -> RequestWire:
+        """Return what the scheduler side has to know of a prompt.
+
+        Args:
+            layout: From `layout`.
+            reuse: ``"daric"`` or ``"full_reuse"``; a request with ``"off"`` is an
+                ordinary one and carries nothing.
+            save_tail: See `RequestWire`.
+
+        Raises:
+            WireError: `reuse` is something else.
+        """
+        return RequestWire(
+            ends=tuple(chunk.end for chunk in layout.chunks),
+            reusable=tuple(chunk.reusable for chunk in layout.chunks),
+            mode=reuse,
+            config=self._config,
+            save_tail=save_tail,
+        )
+
+    def _chunked(self, prompt: ChunkedPrompt) -> list[_Ids]:
+        opening, ending = self._frame(prompt.system)
+        documents = [self._document(text) for text in prompt.texts()]
+        question = self._encoder.mixed("", prompt.question, ending)
+        if not opening or (list(opening) == self._bos and self._template is None):
+            # Nothing but bos: it joins the first document, which then is the exact
+            # prefix, or the question.
+            head, *tail = [*documents, question]
+            return _non_empty([[*opening, *head], *tail])
+        return _non_empty([opening, *documents, question])
+
+    def _raw(self, text: str) -> list[_Ids]:
+        if not text:
+            raise PromptError("the prompt is empty; pass some text")
+        delimiter = self._config.delimiter
+        pieces = [text] if delimiter is None else split_delimited(text, delimiter)
+        if len(pieces) == 1:
+            return [self._tokenizer.encode(pieces[0], add_special_tokens=True)]
+        if not pieces:
+            raise PromptError("the prompt is empty; it holds delimiters only")
+        *pieces, last = pieces
+        chunks = [self._encoder.trusted(piece, goes_on=True) for piece in pieces]
+        chunks.append(self._encoder.trusted(last))
+        if chunks[0][: len(self._bos)] != self._bos:
+            chunks[0] = self._bos + chunks[0]
+        return _non_empty(chunks)
+
+    def _document(self, text: str) -> _Ids:
+        ids = self._documents.get(text)
+        if ids is None:
+            # Text that ends in white space is already set apart.
+            whole = text if text[-1].isspace() else text + BREAK
+            ids = array("I", self._encoder.untrusted(whole, goes_on=True))
+            self._documents.put(text, ids)
+        return ids
+
+    def _frame(self, system: str | None) -> tuple[_Ids, str]:
+        """Return the opening's ids and the ending's text around the user's turn."""
+        # Some templates name the day, so that a rendering lasts until midnight.
+        key = (system, date.today())
+        if key not in self._frames:
+            self._frames[key] = self._render_frame(system)
+            if len(self._frames) > _MAX_TEMPLATES:
+                self._frames.popitem(last=False)
+        self._frames.move_to_end(key)
+        return self._frames[key]
+
+    def _render_frame(self, system: str | None) -> tuple[_Ids, str]:
+        if self._template is None:
+            text = system + BREAK if system else ""
+            return [*self._bos, *self._encoder.untrusted(text, goes_on=True)], ""
+        opening, ending = self._template.render(system)
+        ids = self._encoder.trusted(opening, goes_on=True)
+        if system:
+            # The system text must not bring control tokens of its own.
+            before, between, _ = self._template.render_apart()
+            ours = self._encoder.trusted(before + between)
+            if self._encoder.controls(ids) != self._encoder.controls(ours):
+                ids = self._encoder.mixed(before, system, between, goes_on=True)
+        return ids, ending
+
+
+class _DocumentCache:
+    """Least recently used token ids of documents, bounded by their characters."""
+
+    def __init__(self, capacity_chars: int) -> None:
+        self._capacity_chars = capacity_chars
+        self._num_chars = 0
+        self._ids: OrderedDict[str, _Ids] = OrderedDict()
+
+    def get(self, text: str) -> _Ids | None:
+        ids = self._ids.get(text)
+        if ids is not None:
+            self._ids.move_to_end(text)
+        return ids
+
+    def put(self, text: str, ids: _Ids) -> None:
+        self._ids[text] = ids
+        self._num_chars += len(text)
+        while self._num_chars > self._capacity_chars:
+            oldest, _ = self._ids.popitem(last=False)
+            self._num_chars -= len(oldest)
+
+
+def _listed(chunks: Iterable[_Ids]) -> list[_Ids]:
+    try:
+        return list(chunks)
+    except TypeError as error:
+        raise PromptError(
+            f"TokenPrompt.chunks is a {type(chunks).__name__}; pass a list of lists of "
+            f"token ids"
+        ) from error
+
+
+def _non_empty(chunks: Iterable[_Ids]) -> list[_Ids]:
+    return [chunk for chunk in chunks if len(chunk)]

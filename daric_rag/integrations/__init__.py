@@ -1,0 +1,1 @@
+"""Adapters for RAG frameworks. They import the engine protocol and prompts only."""

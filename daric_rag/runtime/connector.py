@@ -1,0 +1,204 @@
+"""The connector that vLLM loads by name: one switch by role, then forwarding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from daric_rag.config import DaricConfig
+from daric_rag.errors import UnsupportedModelError
+from daric_rag.runtime.identity import model_fields
+from daric_rag.runtime.metadata import DaricMetadata, DaricWorkerMetadata
+from daric_rag.runtime.rope import rope_parameters
+from daric_rag.runtime.scheduler_side import SchedulerSide
+from daric_rag.runtime.scratch import ScratchBlocks
+from daric_rag.runtime.step_builder import check_vllm_config
+from daric_rag.runtime.vllm_api import (
+    FullAttentionSpec,
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SchedulerOutput,
+    VllmConfig,
+    extract_layer_index,
+    rotary_modules,
+    rotate_rows,
+    write_slots_of,
+)
+from daric_rag.runtime.worker_side import WorkerSide
+from daric_rag.steps import Limits
+from daric_rag.storage import open_probe, open_store
+from daric_rag.storage.format import payload_len_of
+
+__all__ = ["CONFIG_KEY", "STORE_KEY", "DaricConnector"]
+
+CONFIG_KEY = "daric_config"
+STORE_KEY = "daric_store"
+
+
+class DaricConnector(KVConnectorBase_V1):
+    """Scheduler process and worker process: one half of it lives in each."""
+
+    scheduler: SchedulerSide
+    worker: WorkerSide
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any
+    ) -> None:
+        """Build the half that `role` names.
+
+        Raises:
+            UnsupportedModelError: The engine or its model cannot be served.
+            ConfigError: The extra configuration is wrong.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_vllm_config(vllm_config)
+        spec = _only_spec(kv_cache_config)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        config = DaricConfig.from_dict(extra.get(CONFIG_KEY, {}))
+        scheduler = vllm_config.scheduler_config
+        limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        fields = model_fields(vllm_config)
+        store = extra.get(STORE_KEY)
+        if role is KVConnectorRole.SCHEDULER:
+            num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
+            shape = (num_layers, 1, spec.num_kv_heads, spec.head_size)
+            self.scheduler = SchedulerSide(
+                config,
+                fields,
+                limits,
+                probe=open_probe(store).contains,
+                record_bytes_per_token=payload_len_of(shape, _name(spec.dtype)),
+            )
+        else:
+            tiers = open_store(
+                store, host_bytes=config.host_bytes, disk_bytes=config.disk_bytes
+            )
+            self.worker = WorkerSide(tiers, fields, limits, block_size=spec.block_size)
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Take the layers' tensors, in order of layers."""
+        names = sorted(kv_caches, key=extract_layer_index)
+        self.worker.register_layers([kv_caches[name] for name in names])
+        self._layers = [kv_caches[name] for name in names]
+
+    def bind_model(self, model: Any) -> None:
+        """Bind the worker side to the loaded model."""
+        hf_config = self._vllm_config.model_config.hf_text_config
+        self.worker.bind_model(
+            rope_parameters(hf_config, rotary_modules(model)),
+            rotate_rows,
+            write_slots_of(self._vllm_config, self._layers),
+        )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing to do: the step's loads are placed before its first pass."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing to do: segments are saved whole."""
+
+    def wait_for_save(self) -> None:
+        """Finish the step; passes of sub-requests have an empty plan."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, DaricMetadata)
+        if metadata.is_step:
+            self.worker.finish_step()
+
+    def build_connector_worker_meta(self) -> DaricWorkerMetadata | None:
+        """Return what the step did, for the scheduler side."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, DaricMetadata)
+        return self.worker.take_report() if metadata.is_step else None
+
+    # Scheduler side.
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Take the pool that scratch blocks are borrowed from."""
+        spec = _only_spec(self._kv_cache_config)
+        self.scheduler.bind_scratch(ScratchBlocks(gpu_block_pool, spec.block_size))
+
+    def on_new_request(self, request: Any) -> None:
+        """Take notice of a request."""
+        self.scheduler.track(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Plan a request; loads are synchronous."""
+        return self.scheduler.match(request, num_computed_tokens), False
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
+        """A request got its blocks."""
+        (block_ids,) = blocks.get_block_ids()
+        self.scheduler.admit(request, block_ids)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> DaricMetadata:
+        """Collect the step's work."""
+        state = scheduler_output.kv_connector_block_state
+
+        def block_ids_of(req_id: str) -> list[int]:
+            (block_ids,) = state.get_block_ids(req_id)  # type: ignore[union-attr, misc]
+            return block_ids
+
+        num_tokens = scheduler_output.num_scheduled_tokens
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {
+            new.req_id: new.num_computed_tokens
+            for new in scheduler_output.scheduled_new_reqs
+        }
+        after = {req_id: computed[req_id] + num for req_id, num in num_tokens.items()}
+        return DaricMetadata(self.scheduler.build_step(after, block_ids_of), True)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Learn what the worker did, at the end of every step."""
+        self.scheduler.end_step()
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, DaricWorkerMetadata):
+            self.scheduler.take_report(report)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return a request's reuse counts; its blocks may go at once."""
+        return False, self.scheduler.finish(request)
+
+    def reset_cache(self) -> bool:
+        """Keep the store: vLLM resets its own prefix cache only."""
+        return True
+
+    def shutdown(self) -> None:
+        """Close the store, on the worker's half."""
+        if self.role is KVConnectorRole.WORKER:
+            self.worker.close()
+
+
+def _only_spec(kv_cache_config: Any) -> Any:
+    groups = kv_cache_config.kv_cache_groups
+    spec = groups[0].kv_cache_spec if groups else None
+    supported = (
+        len(groups) == 1
+        and type(spec) is FullAttentionSpec
+        and spec.sliding_window is None
+        and spec.attention_chunk_size is None
+        and not kv_cache_config.needs_kv_cache_zeroing
+    )
+    if not supported:
+        kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+        raise UnsupportedModelError(
+            f"the model's KV cache is {kinds}; daric_rag serves models with full "
+            f"attention in every layer (no sliding window, no Mamba, no MLA). Run this "
+            f"model with vLLM alone"
+        )
+    return spec
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,216 @@
+"""vLLM's engine in a thread of its own, which is the only one to touch it."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from daric_rag.engine import GenerationOptions
+from daric_rag.errors import ConfigError, DaricError, EngineClosedError, EngineError
+from daric_rag.runtime.request_stream import RequestStream
+from daric_rag.runtime.vllm_api import RequestOutputKind, SamplingParams, tokens_input
+from daric_rag.wire import encode_request, salt_of
+
+__all__ = ["EngineFacts", "EngineLoop"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What clients need to know of a running engine.
+
+    Attributes:
+        engine: vLLM's engine; for the loop's thread only.
+        tokenizer: The model's tokenizer.
+        max_model_len: Most tokens of prompt and answer together.
+        block_size: Tokens per KV block.
+    """
+
+    engine: Any
+    tokenizer: Any
+    max_model_len: int
+    block_size: int
+
+
+_Command = Callable[[], None]
+
+
+class EngineLoop:
+    """Client process. Feeds requests to vLLM and its outputs back to them.
+
+    Args:
+        start: Builds the engine; runs in the loop's thread.
+        stop: Takes it down; runs there too.
+
+    Raises:
+        DaricError: What `start` raised.
+    """
+
+    def __init__(
+        self, start: Callable[[], EngineFacts], stop: Callable[[Any], None]
+    ) -> None:
+        """Start the thread and wait until the engine is up."""
+        self._start, self._stop = start, stop
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._streams: dict[str, RequestStream] = {}
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._failure: BaseException | None = None
+        started: Future[EngineFacts] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), name="daric-engine", daemon=True
+        )
+        self._thread.start()
+        self.facts = started.result()
+
+    def submit(self, stream: RequestStream) -> None:
+        """Hand a request over; its stream hears back.
+
+        Raises:
+            EngineClosedError: The engine is closed or has failed.
+        """
+        request_id = f"daric-{next(self._ids)}"
+        stream.on_abort(lambda: self._post(lambda: self._abort(request_id), quiet=True))
+        self._post(lambda: self._add(request_id, stream))
+
+    def call(self, function: Callable[[Any], Any]) -> Any:
+        """Run `function(engine)` in the loop's thread, between steps.
+
+        Raises:
+            EngineClosedError: The engine is closed or has failed.
+        """
+        result: Future[Any] = Future()
+
+        def command() -> None:
+            try:
+                result.set_result(function(self.facts.engine))
+            except BaseException as error:
+                result.set_exception(error)
+
+        self._post(command)
+        return result.result()
+
+    def close(self) -> None:
+        """End running requests, stop the engine, and wait for its thread."""
+        with self._lock:
+            self._closing = True
+            self._inbox.put(lambda: None)
+        self._thread.join()
+
+    def _post(self, command: _Command, *, quiet: bool = False) -> None:
+        # Under the lock, so that no command arrives behind the last look at the inbox.
+        with self._lock:
+            if not self._closing:
+                self._inbox.put(command)
+                return
+        if not quiet:
+            raise EngineClosedError(
+                f"the engine is closed{self._why()}; open a new EmbeddedEngine"
+            )
+
+    def _why(self) -> str:
+        return f" after a failure ({self._failure})" if self._failure else ""
+
+    def _run(self, started: Future[EngineFacts]) -> None:
+        try:
+            facts = self._start()
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        self.facts = facts
+        started.set_result(facts)
+        try:
+            self._serve(facts.engine)
+        except BaseException as error:
+            self._failure = error
+        finally:
+            with self._lock:
+                self._closing = True
+            self._end_streams()
+            self._drain()
+            self._stop(facts.engine)
+
+    def _serve(self, engine: Any) -> None:
+        while not self._closing:
+            idle = not engine.has_unfinished_requests()
+            try:
+                while True:
+                    self._inbox.get(block=idle)()
+                    idle = False
+            except queue.Empty:
+                pass
+            if self._closing or not engine.has_unfinished_requests():
+                continue
+            for output in engine.step():
+                self._deliver(output)
+
+    def _deliver(self, output: Any) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is None:
+            return
+        stream.feed(output)
+        if output.finished:
+            del self._streams[output.request_id]
+
+    def _add(self, request_id: str, stream: RequestStream) -> None:
+        if stream.done:
+            return
+        submission = stream.submission
+        params = _sampling_params(submission.options)
+        salt = None
+        if submission.wire is not None:
+            params.extra_args = {"kv_transfer_params": encode_request(submission.wire)}
+            salt = salt_of(submission.wire, submission.options.conversation)
+        prompt = tokens_input(list(submission.layout.token_ids), cache_salt=salt)
+        try:
+            self.facts.engine.add_request(request_id, prompt, params)
+        except ValueError as error:
+            stream.fail(ConfigError(f"vLLM refused the request: {error}"))
+            return
+        self._streams[request_id] = stream
+
+    def _abort(self, request_id: str) -> None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream.done = True
+            self.facts.engine.abort_request([request_id])
+
+    def _end_streams(self) -> None:
+        error: DaricError = EngineClosedError(
+            "the engine was closed before it answered; open a new EmbeddedEngine"
+        )
+        if self._failure is not None:
+            error = EngineError(
+                f"the engine failed: {self._failure!r}; open a new EmbeddedEngine"
+            )
+            error.__cause__ = self._failure
+        for stream in self._streams.values():
+            stream.fail(error)
+        self._streams.clear()
+
+    def _drain(self) -> None:
+        """Answer what arrived while the loop was ending."""
+        while True:
+            try:
+                self._inbox.get_nowait()()
+            except queue.Empty:
+                break
+        self._end_streams()
+
+
+def _sampling_params(options: GenerationOptions) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        stop=options.stop_list or None,
+        seed=options.seed,
+        logprobs=options.logprobs,
+        ignore_eos=options.ignore_eos,
+        output_kind=RequestOutputKind.DELTA,
+    )

@@ -1,0 +1,185 @@
+"""Starting and stopping vLLM in this process, with our worker and connector."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import gc
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from daric_rag.config import DaricConfig
+from daric_rag.errors import ConfigError, DaricError, EngineError
+from daric_rag.runtime.connector import CONFIG_KEY, STORE_KEY
+from daric_rag.runtime.engine_loop import EngineFacts
+from daric_rag.runtime.vllm_api import (
+    EngineArgs,
+    KVTransferConfig,
+    LLMEngine,
+    VllmConfig,
+    current_platform,
+    executor_class_of,
+    release_process_state,
+)
+
+__all__ = ["build_engine", "drop_engine", "transfer_config"]
+
+_WORKER_CLS = "daric_rag.runtime.worker.DaricWorker"
+_CONNECTOR_MODULE = "daric_rag.runtime.connector"
+
+# Set by us; another value would switch off what this package is for.
+_OURS = ("worker_cls", "kv_transfer_config", "async_scheduling", "model")
+
+# vLLM keeps its process groups and its connector in module globals.
+_one_engine = threading.Lock()
+
+_MIN_BATCHED_TOKENS = 2048
+_MAX_BATCHED_TOKENS = 8192
+_CPU_BLOCK_SIZE = 32
+_MAX_NUM_SEQS = 128
+# Room for this many prompts of full length, scratch blocks included.
+_CACHED_PROMPTS = 8
+
+
+def transfer_config(store: str | None, config: DaricConfig) -> KVTransferConfig:
+    """Return what makes any vLLM load our connector."""
+    return KVTransferConfig(
+        kv_connector="DaricConnector",
+        kv_connector_module_path=_CONNECTOR_MODULE,
+        kv_role="kv_both",
+        kv_connector_extra_config={STORE_KEY: store, CONFIG_KEY: config.to_dict()},
+    )
+
+
+def build_engine(
+    model: str, store: str | None, config: DaricConfig, options: Mapping[str, Any]
+) -> EngineFacts:
+    """Start vLLM in this process and thread.
+
+    Args:
+        model: Local folder or hub name.
+        store: See `daric_rag.storage.open_store`.
+        config: Of daric_rag.
+        options: Fields of vLLM's ``EngineArgs``.
+
+    Raises:
+        ConfigError: An option is unknown or refused, or another engine is open.
+        DaricError: As the connector's halves raise them.
+    """
+    _check_options(options)
+    if not _one_engine.acquire(blocking=False):
+        raise ConfigError(
+            "another EmbeddedEngine is open in this process, and vLLM allows one; "
+            "close it first, or share it"
+        )
+    try:
+        engine = _start(model, store, config, options)
+    except BaseException as error:
+        release_process_state()
+        _one_engine.release()
+        if isinstance(error, DaricError):
+            raise
+        if isinstance(error, ValueError | TypeError | NotImplementedError):
+            raise ConfigError(f"vLLM refused to start: {error}") from error
+        raise EngineError(f"vLLM failed to start: {error!r}") from error
+    return EngineFacts(
+        engine=engine,
+        tokenizer=engine.get_tokenizer(),
+        max_model_len=engine.vllm_config.model_config.max_model_len,
+        block_size=engine.vllm_config.cache_config.block_size,
+    )
+
+
+def drop_engine(engine: Any) -> None:
+    """Stop an engine and release its memory."""
+    try:
+        engine.engine_core.shutdown()
+    finally:
+        del engine
+        release_process_state()
+        gc.collect()
+        _one_engine.release()
+
+
+def _start(
+    model: str, store: str | None, config: DaricConfig, options: Mapping[str, Any]
+) -> Any:
+    args = EngineArgs(
+        **{
+            "enforce_eager": current_platform.is_cpu(),
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "max_num_seqs": _MAX_NUM_SEQS,
+            **({"block_size": _CPU_BLOCK_SIZE} if current_platform.is_cpu() else {}),
+            **options,
+            "model": model,
+            "async_scheduling": False,
+            "worker_cls": _WORKER_CLS,
+            "kv_transfer_config": transfer_config(store, config),
+        }
+    )
+    with _in_process():
+        if args.max_num_batched_tokens is None:
+            args.max_num_batched_tokens = _MAX_BATCHED_TOKENS
+        vllm_config = args.create_engine_config()
+        _size_buffers(vllm_config, options)
+        return LLMEngine(
+            vllm_config=vllm_config,
+            executor_class=executor_class_of(vllm_config),
+            log_stats=not args.disable_log_stats,
+            multiprocess_mode=False,
+        )
+
+
+def _size_buffers(config: VllmConfig, options: Mapping[str, Any]) -> None:
+    """Set sizes that depend on the model, where the caller did not."""
+    if current_platform.is_cpu() and not (
+        options.get("kv_cache_memory_bytes") or os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    ):
+        # vLLM's own default takes most of the machine's memory, which an application
+        # that embeds an engine needs for itself.
+        model, parallel = config.model_config, config.parallel_config
+        per_token = (
+            model.get_num_layers(parallel)
+            * model.get_num_kv_heads(parallel)
+            * model.get_head_size()
+            * 2
+            * model.dtype.itemsize
+        )
+        wanted = _CACHED_PROMPTS * model.max_model_len * per_token
+        quarter = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+        config.cache_config.kv_cache_memory_bytes = min(wanted, quarter)
+
+
+@contextmanager
+def _in_process() -> Iterator[None]:
+    # Read while vLLM translates its configuration: on CPU it would otherwise insist on
+    # worker processes, which on few cores spin against this one.
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    known = [field.name for field in dataclasses.fields(EngineArgs)]
+    for name in options:
+        if name in _OURS:
+            raise ConfigError(
+                f"{name} is set by EmbeddedEngine itself; leave it out of the options"
+            )
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, "store", "config"], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"{name!r} is no option of EmbeddedEngine or of vLLM's EngineArgs{hint}"
+            )

@@ -1,0 +1,84 @@
+"""The two messages between the scheduler side and the worker side.
+
+Both are picklable and share no memory: scheduler and worker may be two processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from daric_rag.keys import SegmentKey
+from daric_rag.runtime.vllm_api import KVConnectorMetadata, KVConnectorWorkerMetadata
+from daric_rag.steps import StepPlan
+
+__all__ = ["DaricMetadata", "DaricWorkerMetadata", "RequestReport"]
+
+
+@dataclass
+class DaricMetadata(KVConnectorMetadata):
+    """Scheduler -> worker, once per engine step.
+
+    Attributes:
+        plan: The step's work.
+        is_step: Whether it belongs to vLLM's own pass; False in passes of
+            sub-requests, which do nothing beside computing.
+    """
+
+    plan: StepPlan = field(default_factory=StepPlan)
+    is_step: bool = False
+
+
+@dataclass
+class RequestReport:
+    """What one admitted request really took.
+
+    Attributes:
+        generated_tokens: Computed on their own in scratch blocks.
+        saved_tokens: Written to the store, of the generated ones.
+        unread_contiguous: Of the contiguous hits, tokens that the store could not
+            provide intact; they are among the generated ones.
+        unread_disjoint: The same of the disjoint hits.
+        load_s: Seconds of reading, re-encoding and placing.
+        generation_s: Seconds of generating, saving and placing.
+        recompute_s: Seconds of the forward passes with the recompute set.
+    """
+
+    generated_tokens: int = 0
+    saved_tokens: int = 0
+    unread_contiguous: int = 0
+    unread_disjoint: int = 0
+    load_s: float = 0.0
+    generation_s: float = 0.0
+    recompute_s: float = 0.0
+
+    @property
+    def unread_tokens(self) -> int:
+        """Tokens of hits that were none."""
+        return self.unread_contiguous + self.unread_disjoint
+
+    def add(self, other: RequestReport) -> None:
+        """Add another step's report."""
+        for item in fields(self):
+            total = getattr(self, item.name) + getattr(other, item.name)
+            setattr(self, item.name, total)
+
+
+@dataclass
+class DaricWorkerMetadata(KVConnectorWorkerMetadata):
+    """Worker -> scheduler, once per engine step that did anything.
+
+    Attributes:
+        saved: Records written, key to bytes.
+        lost: Keys that the index believed in and the store could not provide.
+        reports: By request id.
+    """
+
+    saved: dict[SegmentKey, int] = field(default_factory=dict)
+    lost: set[SegmentKey] = field(default_factory=set)
+    reports: dict[str, RequestReport] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> DaricWorkerMetadata:
+        """Combine ranks: a segment exists when every rank has saved it."""
+        assert isinstance(other, DaricWorkerMetadata)
+        saved = {k: v for k, v in self.saved.items() if k in other.saved}
+        return DaricWorkerMetadata(saved, self.lost | other.lost, self.reports)

@@ -1,0 +1,126 @@
+"""One request's way back to its client: vLLM's outputs become deltas."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from daric_rag.engine import Completion, Delta, GenerationOptions, ReuseStats
+from daric_rag.layout import PromptLayout
+from daric_rag.wire import RequestWire, decode_reuse
+
+__all__ = ["RequestStream", "Submission"]
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request, checked and laid out, ready for the engine.
+
+    Attributes:
+        layout: Its tokens and chunks.
+        wire: Its entry for the scheduler side; None for an ordinary request.
+        options: How to generate.
+    """
+
+    layout: PromptLayout
+    wire: RequestWire | None
+    options: GenerationOptions
+
+
+class RequestStream:
+    """Client process. Collects an answer; `feed` runs in the engine's thread.
+
+    Args:
+        submission: The request.
+        put: Takes deltas, or the error that ends them; called from the engine's
+            thread, must not block.
+    """
+
+    def __init__(
+        self, submission: Submission, put: Callable[[Delta | BaseException], None]
+    ) -> None:
+        """Start the clock of TTFT: a request counts from its submission."""
+        self.submission = submission
+        self._put = put
+        self._submitted_s = time.perf_counter()
+        self._ttft_s = 0.0
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[dict[int, float]] = []
+        self.done = False
+        self._abort: Callable[[], None] = lambda: None
+
+    def on_abort(self, abort: Callable[[], None]) -> None:
+        """Say how the engine is told; called once, at submission."""
+        self._abort = abort
+
+    def abort(self) -> None:
+        """Stop generating; harmless after the end."""
+        if not self.done:
+            self._abort()
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error."""
+        if not self.done:
+            self.done = True
+            self._put(error)
+
+    def feed(self, output: Any) -> None:
+        """Take one of vLLM's delta outputs."""
+        if self.done:
+            return
+        part = output.outputs[0]
+        if not self._token_ids and part.token_ids:
+            # TTFT ends where the first token reaches the client process.
+            self._ttft_s = time.perf_counter() - self._submitted_s
+        logprobs = _logprobs(part.logprobs)
+        self._text.append(part.text)
+        self._token_ids.extend(part.token_ids)
+        self._logprobs.extend(logprobs or ())
+        completion = self._completion(output) if output.finished else None
+        self.done = output.finished
+        self._put(Delta(part.text, tuple(part.token_ids), logprobs, completion))
+
+    def _completion(self, output: Any) -> Completion:
+        wanted = self.submission.options.logprobs is not None
+        return Completion(
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
+            finish_reason=output.outputs[0].finish_reason or "abort",
+            logprobs=tuple(self._logprobs) if wanted else None,
+            ttft_s=self._ttft_s,
+            reuse=self._reuse(output),
+        )
+
+    def _reuse(self, output: Any) -> ReuseStats:
+        layout = self.submission.layout
+        if self.submission.wire is None:
+            cached = output.num_cached_tokens or 0
+            return ReuseStats(
+                prompt_tokens=layout.prompt_len,
+                padding_tokens=layout.padding_len,
+                num_chunks=layout.num_chunks,
+                gpu_prefix_tokens=cached,
+                recomputed_tokens=layout.prompt_len - cached,
+                reason='reuse="off"',
+            )
+        stats = decode_reuse(output.kv_transfer_params, ReuseStats)
+        if stats is None:
+            stats = ReuseStats(
+                prompt_tokens=layout.prompt_len,
+                reason="the engine runs without daric_rag's connector",
+            )
+        return replace(
+            stats, padding_tokens=layout.padding_len, num_chunks=layout.num_chunks
+        )
+
+
+def _logprobs(entries: Any) -> tuple[dict[int, float], ...] | None:
+    if entries is None:
+        return None
+    return tuple(
+        {int(token): float(entry.logprob) for token, entry in position.items()}
+        for position in entries
+    )

@@ -1,0 +1,371 @@
+"""The connector's scheduler side: from a request to its plan, from plans to a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from daric_rag.config import DaricConfig
+from daric_rag.engine import ReuseStats
+from daric_rag.errors import WireError
+from daric_rag.index import SegmentIndex
+from daric_rag.keys import ModelFingerprint, Scalar, SegmentKey
+from daric_rag.plan import RequestPlan, SegmentSave, plan_request
+from daric_rag.runtime.identity import namespace_root
+from daric_rag.runtime.metadata import DaricWorkerMetadata, RequestReport
+from daric_rag.runtime.scratch import ScratchBlocks
+from daric_rag.selection import total_len
+from daric_rag.steps import Limits, RequestStep, SaveStep, StepPlan
+from daric_rag.wire import RequestWire, decode_request, encode_reuse
+
+__all__ = ["SchedulerSide"]
+
+logger = logging.getLogger(__name__)
+
+Probe = Callable[[SegmentKey], bool]
+"""Whether the store has a segment that the index does not know, as when another
+process saved it, or this one before a restart."""
+
+
+@dataclass
+class _Tracked:
+    """A DARIC request from its arrival to its end.
+
+    Attributes:
+        wire: Its layout; None if it is damaged (see `reason`).
+        salt: Requests of one salt share prefix-cache blocks.
+        reason: Why nothing can be reused, or "".
+        plan: Of its last admission.
+        unsaved: Segments of the first chunk still to be saved in place.
+        in_prefill: Whether some of its claimed prompt is not computed yet.
+        report: What its admissions took, summed.
+        saved_tokens: Written to the store for it.
+    """
+
+    wire: RequestWire | None
+    salt: str
+    reason: str = ""
+    plan: RequestPlan | None = None
+    unsaved: list[SegmentSave] = field(default_factory=list)
+    in_prefill: bool = False
+    report: RequestReport = field(default_factory=RequestReport)
+    saved_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """A segment with all above it: `keys` ends with the segment's own."""
+
+    root: ModelFingerprint
+    keys: tuple[SegmentKey, ...]
+    num_tokens: int
+
+
+class SchedulerSide:
+    """Scheduler process. Decides; the worker side obeys.
+
+    Args:
+        config: The engine's configuration of daric_rag.
+        fields: What the model's KV depends on, without the namespace.
+        limits: Of one forward pass.
+        probe: Asks the store about segments that the index does not know.
+        record_bytes_per_token: Of a record, for the index's account.
+    """
+
+    def __init__(
+        self,
+        config: DaricConfig,
+        fields: dict[str, Scalar],
+        limits: Limits,
+        *,
+        probe: Probe,
+        record_bytes_per_token: int,
+    ) -> None:
+        self._config, self._fields, self._limits = config, fields, limits
+        self._probe = probe
+        self._bytes_per_token = record_bytes_per_token
+        self.index = SegmentIndex()
+        self._roots: dict[str, ModelFingerprint] = {}
+        self._tracked: dict[str, _Tracked] = {}
+        self._admitted: list[RequestStep] = []
+        self._admitted_window_len = 0
+        self._scratch: ScratchBlocks | None = None
+        # Segments that this step may save, with the chain that each of them ends.
+        self._saving: dict[SegmentKey, _Chain] = {}
+        # Answers that vLLM holds already while the step's report is still to come.
+        self._closing: dict[str, tuple[_Tracked, int, dict[str, Any]]] = {}
+
+    def bind_scratch(self, scratch: ScratchBlocks) -> None:
+        """Take the source of scratch blocks, once vLLM has its block pool."""
+        self._scratch = scratch
+
+    def track(self, request: Any) -> None:
+        """Take notice of a new request; ordinary ones are left alone."""
+        params = request.kv_transfer_params
+        try:
+            wire = decode_request(params)
+            if wire is None:
+                return
+            reason = self._refusal(wire, request)
+        except WireError as error:
+            wire, reason = None, str(error)
+        if reason:
+            logger.warning("request %s is not reused: %s", request.request_id, reason)
+        salt = request.cache_salt or ""
+        self._tracked[request.request_id] = _Tracked(wire, salt, reason)
+
+    def match(self, request: Any, gpu_prefix_len: int) -> int | None:
+        """Plan a request over `gpu_prefix_len` tokens of vLLM's prefix cache.
+
+        Returns:
+            Tokens that it may count as computed beyond them; None to be asked again in
+            the next step. Changes nothing but the request's own pending plan.
+        """
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.reason or tracked.wire is None:
+            return 0
+        root = self._root(tracked.wire.config.namespace)
+        plan = plan_request(
+            tracked.wire,
+            request.prompt_token_ids,
+            gpu_prefix_len=gpu_prefix_len,
+            root=root,
+            max_segment_len=self._config.max_segment_len,
+            max_generated_len=self._pool.max_generated_len(request.num_tokens),
+            match=lambda keys: self._match(root, keys),
+        )
+        chunk_lens = [chunk.num_tokens for chunk in plan.chunks]
+        if self._must_wait(tracked, plan) or (
+            chunk_lens and not self._pool.has_room(request.num_tokens, chunk_lens)
+        ):
+            return None
+        tracked.plan = plan
+        return plan.num_external_tokens
+
+    def admit(self, request: Any, block_ids: Sequence[int]) -> None:
+        """A planned request got its blocks and runs in this step."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.plan is None or tracked.wire is None:
+            return
+        plan = tracked.plan
+        root = self._root(tracked.wire.config.namespace)
+        for chunk in plan.chunks:
+            self.index.touch(root, chunk.keys[: chunk.num_hit_segments])
+            for index in range(chunk.num_hit_segments, len(chunk.keys)):
+                start, end = chunk.segment_span(index)
+                chain = chunk.keys[: index + 1]
+                self._saving[chain[-1]] = _Chain(root, chain, end - start)
+        self._pool.borrow(
+            request.num_tokens,
+            [chunk.num_tokens for chunk in plan.chunks],
+            [c.num_tokens for c in plan.chunks if c.hit_len < c.num_tokens],
+        )
+        tracked.unsaved = list(plan.saves)
+        tracked.in_prefill = True
+        self._admitted_window_len += total_len(plan.early_windows)
+        self._admitted.append(
+            RequestStep(
+                req_id=request.request_id,
+                token_ids=request.prompt_token_ids,
+                block_ids=tuple(block_ids),
+                chunks=plan.chunks,
+                early_windows=plan.early_windows,
+                hit_len=plan.hit_len,
+            )
+        )
+
+    def build_step(
+        self,
+        computed_after: dict[str, int],
+        block_ids_of: Callable[[str], Sequence[int]],
+    ) -> StepPlan:
+        """Collect the step's work and forget it.
+
+        Args:
+            computed_after: Per request in this step, tokens computed at its end.
+            block_ids_of: A request's blocks.
+        """
+        saves: list[SaveStep] = []
+        for req_id, num_computed in computed_after.items():
+            tracked = self._tracked.get(req_id)
+            if tracked is None or tracked.plan is None or not tracked.in_prefill:
+                continue
+            saves += self._ready_saves(req_id, tracked, num_computed, block_ids_of)
+            tracked.in_prefill = num_computed < tracked.plan.prompt_len
+        scratch = self._pool.block_ids
+        plan = StepPlan(tuple(self._admitted), tuple(saves), scratch)
+        self._admitted, self._admitted_window_len = [], 0
+        self._closing.clear()
+        return plan
+
+    def end_step(self) -> None:
+        """The step has run; its scratch blocks are free again."""
+        self._pool.give_back()
+
+    def take_report(self, report: DaricWorkerMetadata) -> None:
+        """Learn what the worker really saved, missed and spent."""
+        for key in report.lost:
+            self.index.remove(key)
+        for key, nbytes in report.saved.items():
+            self._index_saved(key, nbytes)
+        self._saving.clear()
+        for req_id, part in report.reports.items():
+            tracked = self._tracked.get(req_id)
+            if tracked is not None:
+                tracked.report.add(part)
+            elif req_id in self._closing:
+                tracked, prompt_len, params = self._closing[req_id]
+                tracked.report.add(part)
+                params.update(encode_reuse(_stats(tracked, prompt_len)))
+
+    def finish(self, request: Any) -> dict[str, Any] | None:
+        """A request is over; returns its reuse counts for the client.
+
+        vLLM asks before it hands over the report of the very step that finished the
+        request. The returned dictionary is therefore completed by `take_report`, which
+        comes before vLLM sends it anywhere.
+        """
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return None
+        params = encode_reuse(_stats(tracked, request.num_prompt_tokens))
+        self._closing[request.request_id] = (
+            tracked,
+            request.num_prompt_tokens,
+            params,
+        )
+        return params
+
+    @property
+    def _pool(self) -> ScratchBlocks:
+        assert self._scratch is not None, "bind_scratch comes before the first request"
+        return self._scratch
+
+    def _refusal(self, wire: RequestWire, request: Any) -> str:
+        if request.prompt_token_ids is None:
+            return "the prompt has no token ids"
+        if wire.prompt_len != len(request.prompt_token_ids):
+            return (
+                f"the layout covers {wire.prompt_len} tokens and the prompt has "
+                f"{len(request.prompt_token_ids)}; send the layout's own token ids"
+            )
+        if request.skip_reading_prefix_cache:
+            # vLLM zeroes the external hit of such a request after it was planned.
+            return "prompt log-probabilities need every prompt token to be computed"
+        if not request.cache_salt:
+            # Its approximate blocks would be served to ordinary requests.
+            return "the request has no cache_salt; use wire.salt_of"
+        return ""
+
+    def _root(self, namespace: str) -> ModelFingerprint:
+        if namespace not in self._roots:
+            self._roots[namespace] = namespace_root(self._fields, namespace)
+        return self._roots[namespace]
+
+    def _match(self, root: ModelFingerprint, keys: Sequence[SegmentKey]) -> int:
+        known = self.index.match(root, keys)
+        while known < len(keys) and self._probe(keys[known]):
+            lens = [self._config.max_segment_len] * (known + 1)
+            nbytes = [n * self._bytes_per_token for n in lens]
+            self.index.insert(root, keys[: known + 1], lens, nbytes)
+            known += 1
+        return known
+
+    def _must_wait(self, tracked: _Tracked, plan: RequestPlan) -> bool:
+        """Whether the request must not share a step with what is running.
+
+        Early windows may run in passes of their own, before the pass in which another
+        request fills the blocks that they attend to. That needs the same salt, and a
+        shared prefix that reaches into the other's last window.
+        """
+        window_len = total_len(plan.early_windows)
+        if window_len == 0:
+            return False
+        if self._admitted and (
+            self._admitted_window_len + window_len > self._limits.max_num_tokens
+        ):
+            return True
+        return any(
+            other.in_prefill
+            and other is not tracked
+            and other.salt == tracked.salt
+            and other.plan is not None
+            and plan.gpu_prefix_len > other.plan.hit_len
+            for other in self._tracked.values()
+        )
+
+    def _index_saved(self, key: SegmentKey, nbytes: int) -> None:
+        chain = self._saving.get(key)
+        if chain is None:
+            return
+        # Without its ancestors a segment could not be matched; should one have failed
+        # to be saved, the next request finds out by probing.
+        *ancestors, _ = chain.keys
+        if self.index.match(chain.root, ancestors) == len(ancestors):
+            lens = [self._config.max_segment_len] * len(ancestors)
+            sizes = [tokens * self._bytes_per_token for tokens in lens]
+            self.index.insert(
+                chain.root, chain.keys, [*lens, chain.num_tokens], [*sizes, nbytes]
+            )
+
+    def _ready_saves(
+        self,
+        req_id: str,
+        tracked: _Tracked,
+        num_computed: int,
+        block_ids_of: Callable[[str], Sequence[int]],
+    ) -> list[SaveStep]:
+        assert tracked.plan is not None and tracked.wire is not None
+        # Early windows are complete after the admitting step, the last one grows.
+        done = max(num_computed, tracked.plan.hit_len)
+        ready = [save for save in tracked.unsaved if save.end <= done]
+        if not ready:
+            return []
+        tracked.unsaved = [save for save in tracked.unsaved if save.end > done]
+        tracked.saved_tokens += sum(save.end - save.start for save in ready)
+        blocks = tuple(block_ids_of(req_id))
+        root = self._root(tracked.wire.config.namespace)
+        for save in ready:
+            num_keys = save.start // self._config.max_segment_len + 1
+            chain = tracked.plan.first_keys[:num_keys]
+            self._saving[save.key] = _Chain(root, chain, save.end - save.start)
+        return [SaveStep(save.key, save.start, save.end, blocks) for save in ready]
+
+
+def _stats(tracked: _Tracked, prompt_len: int) -> ReuseStats:
+    wire, plan, report = tracked.wire, tracked.plan, tracked.report
+    num_chunks = len(wire.ends) if wire is not None else 0
+    if plan is None:
+        reason = tracked.reason or "the request ended before it was scheduled"
+        return ReuseStats(prompt_len, num_chunks=num_chunks, reason=reason)
+    saved = tracked.saved_tokens + report.saved_tokens
+    return ReuseStats(
+        prompt_tokens=prompt_len,
+        num_chunks=num_chunks,
+        gpu_prefix_tokens=plan.gpu_prefix_len,
+        contiguous_hit_tokens=plan.contiguous_hit_len - report.unread_contiguous,
+        disjoint_hit_tokens=plan.disjoint_hit_len - report.unread_disjoint,
+        generated_tokens=report.generated_tokens,
+        recomputed_tokens=plan.recompute_len,
+        saved_tokens=saved,
+        load_s=report.load_s,
+        generation_s=report.generation_s,
+        recompute_s=report.recompute_s,
+        reason=_reason(plan, report, num_chunks),
+    )
+
+
+def _reason(plan: RequestPlan, report: RequestReport, num_chunks: int) -> str:
+    """Say why nothing was reused, where nothing was."""
+    hits = plan.contiguous_hit_len + plan.disjoint_hit_len - report.unread_tokens
+    if hits > 0 or plan.gpu_prefix_len > 0:
+        return ""
+    if report.unread_tokens:
+        return "the stored records were lost or damaged; they were generated again"
+    if num_chunks == 1 and not plan.saves and not plan.chunks:
+        return "the prompt has one chunk, shorter than a segment"
+    if plan.recompute_len >= plan.prompt_len:
+        return "the whole prompt lies in the recompute set: its chunks are short"
+    return "no chunk was in the store yet; they are from now on"

@@ -1,0 +1,77 @@
+"""Blocks to generate chunks in, borrowed from vLLM's pool for one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["ScratchBlocks"]
+
+
+class ScratchBlocks:
+    """Scheduler process. Takes free blocks while a step is planned, returns them after.
+
+    Borrowing may push the least recently used blocks out of the prefix cache. The pool
+    hands returned blocks out first, so step after step uses the same few.
+
+    Args:
+        pool: vLLM's block pool.
+        block_size: Tokens per block.
+    """
+
+    def __init__(self, pool: Any, block_size: int) -> None:
+        """Borrow nothing yet."""
+        self._pool, self._block_size = pool, block_size
+        self._borrowed: list[Any] = []
+        # One block is vLLM's null block.
+        self._capacity = pool.num_gpu_blocks - 1
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """What this step has borrowed."""
+        return tuple(block.block_id for block in self._borrowed)
+
+    def max_generated_len(self, num_tokens: int) -> int:
+        """Longest chunk that can be generated beside a request of `num_tokens`.
+
+        It depends on the cache's size alone, never on its load: the same prompt always
+        gets the same treatment.
+        """
+        return (self._capacity - self._blocks(num_tokens)) * self._block_size
+
+    def has_room(self, num_tokens: int, chunk_lens: Sequence[int]) -> bool:
+        """Whether a request and the longest of its chunks fit in what is free now."""
+        needed = self._blocks(num_tokens) + self._longest(chunk_lens, num_tokens)
+        return bool(self._pool.get_num_free_blocks() >= needed)
+
+    def borrow(
+        self, num_tokens: int, chunk_lens: Sequence[int], missing_lens: Sequence[int]
+    ) -> None:
+        """Take blocks for an admitted request.
+
+        Enough for its longest chunk, since any record may turn out to be lost, and
+        for all missing ones together while the pool has them.
+
+        Args:
+            num_tokens: Of the request.
+            chunk_lens: Tokens of every chunk to load or to generate.
+            missing_lens: Of those to generate.
+        """
+        least = self._longest(chunk_lens, num_tokens)
+        wanted = max(least, sum(map(self._blocks, missing_lens)))
+        num_blocks = min(wanted, self._pool.get_num_free_blocks())
+        self._borrowed += self._pool.get_new_blocks(num_blocks)
+
+    def give_back(self) -> None:
+        """Return everything; harmless when nothing is borrowed."""
+        if self._borrowed:
+            self._pool.free_blocks(reversed(self._borrowed))
+            self._borrowed = []
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _longest(self, chunk_lens: Sequence[int], num_tokens: int) -> int:
+        # A chunk that could never be generated is computed in place if it is lost.
+        limit = self.max_generated_len(num_tokens)
+        return max((self._blocks(n) for n in chunk_lens if n <= limit), default=0)

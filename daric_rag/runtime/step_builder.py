@@ -1,0 +1,213 @@
+"""Sub-requests as vLLM scheduler outputs: the only file that knows their fields.
+
+A sub-request is an ordinary new request whose prompt goes on beyond what it computes
+in this pass. To the model runner it is a partial prefill: its sample is discarded, and
+the scheduler, which never heard of it, ignores its id. It is finished with the next
+pass, by adding its id to that pass's ``finished_req_ids``.
+
+vLLM's own scheduler output is never mutated: `dataclasses.replace` makes ours, and
+block lists are copied because the runner extends them in place.
+
+One private field of the V1 model runner is touched: after a pass of sub-requests alone,
+``execute_model_state`` holds logits that nobody will sample from, and must be dropped
+before the next pass. `check_runner` refuses any runner that lacks it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from daric_rag.errors import UnsupportedModelError, VllmVersionError
+from daric_rag.runtime.metadata import DaricMetadata
+from daric_rag.runtime.vllm_api import (
+    CachedRequestData,
+    NewRequestData,
+    SamplingParams,
+    SchedulerOutput,
+    VllmConfig,
+)
+
+__all__ = [
+    "StepBuilder",
+    "SubRequest",
+    "check_runner",
+    "check_vllm_config",
+    "discard_pass",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SubRequest:
+    """Tokens [start, end) of a sequence, computed over the KV before them.
+
+    Attributes:
+        token_ids: The sequence from position 0 on; at least `end` ids.
+        start: First position to compute.
+        end: Position after the last one.
+        block_ids: The sequence's blocks from position 0 on.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    end: int
+    block_ids: Sequence[int]
+
+
+def check_vllm_config(config: VllmConfig) -> None:
+    """Refuse what the worker cannot serve; each reason names the way out.
+
+    Raises:
+        UnsupportedModelError: With the reason.
+    """
+    if config.use_v2_model_runner:
+        raise UnsupportedModelError(
+            "daric_rag needs vLLM's V1 model runner; set VLLM_USE_V2_MODEL_RUNNER=0 "
+            "before vLLM is imported"
+        )
+    model, parallel = config.model_config, config.parallel_config
+    refusals = {
+        "asynchronous scheduling; pass async_scheduling=False": (
+            config.scheduler_config.async_scheduling
+        ),
+        "speculative decoding; drop speculative_config": (
+            config.speculative_config is not None
+        ),
+        "LoRA; drop enable_lora": config.lora_config is not None,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "tensor parallelism yet; use tensor_parallel_size=1": (
+            parallel.tensor_parallel_size > 1
+        ),
+        "data parallelism": parallel.data_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1
+        or parallel.prefill_context_parallel_size > 1,
+        "a quantized KV cache; pass kv_cache_dtype='auto'": (
+            config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16")
+        ),
+        "multimodal models": bool(model.is_multimodal_model),
+        "encoder-decoder models": bool(model.is_encoder_decoder),
+        "M-RoPE": bool(model.uses_mrope),
+        "MLA attention": bool(model.use_mla),
+        "pooling models": model.runner_type != "generate",
+    }
+    for what, present in refusals.items():
+        if present:
+            raise UnsupportedModelError(f"daric_rag does not support {what}")
+
+
+def check_runner(runner: Any) -> None:
+    """Refuse a model runner without the one private field that we touch.
+
+    Raises:
+        VllmVersionError: With the mend.
+    """
+    if not hasattr(runner, "execute_model_state"):
+        raise VllmVersionError(
+            "this vLLM's model runner has changed (no execute_model_state); install "
+            "the vLLM version that daric_rag names in its requirements"
+        )
+
+
+def discard_pass(runner: Any) -> None:
+    """Drop the logits of a pass that nobody will sample from."""
+    runner.execute_model_state = None
+    runner.kv_connector_output = None
+
+
+class StepBuilder:
+    """Worker process. Makes scheduler outputs for the passes of one engine step.
+
+    Holds the ids of sub-requests that the runner still knows, from their pass until
+    the next one.
+    """
+
+    def __init__(self) -> None:
+        """Start with no sub-request alive."""
+        self._serial = itertools.count()
+        self._unfinished: set[str] = set()
+        # Never sampled from, hence greedy and shared by all.
+        self._params = SamplingParams(temperature=0.0, max_tokens=1)
+
+    def alone(
+        self, scheduled: SchedulerOutput, subs: Sequence[SubRequest], *, first: bool
+    ) -> SchedulerOutput:
+        """Make a pass of sub-requests only.
+
+        Args:
+            scheduled: What vLLM scheduled in this step.
+            subs: At most what one pass holds.
+            first: Whether this is the step's first pass, which then carries out what
+                vLLM asked for before any computation.
+        """
+        new_reqs = [self._new_request(sub) for sub in subs]
+        tokens = self._num_tokens(new_reqs, subs)
+        return replace(
+            scheduled,
+            scheduled_new_reqs=new_reqs,
+            scheduled_cached_reqs=CachedRequestData.make_empty(),
+            num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=sum(tokens.values()),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            has_structured_output_requests=False,
+            pending_structured_output_tokens=False,
+            kv_connector_metadata=DaricMetadata(),
+            has_sync_kv_loads=False,
+            **self._prelude(scheduled, new_reqs, first=first),
+        )
+
+    def joined(
+        self, scheduled: SchedulerOutput, subs: Sequence[SubRequest], *, first: bool
+    ) -> SchedulerOutput:
+        """Make the step's last pass: vLLM's own requests and `subs` beside them."""
+        if not subs and first and not self._unfinished:
+            return scheduled
+        new_reqs = [self._new_request(sub) for sub in subs]
+        tokens = scheduled.num_scheduled_tokens | self._num_tokens(new_reqs, subs)
+        return replace(
+            scheduled,
+            scheduled_new_reqs=[*new_reqs, *scheduled.scheduled_new_reqs],
+            num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=sum(tokens.values()),
+            **self._prelude(scheduled, new_reqs, first=first),
+        )
+
+    def _prelude(
+        self, scheduled: SchedulerOutput, new_reqs: list[NewRequestData], *, first: bool
+    ) -> dict[str, Any]:
+        """Clean-up of earlier passes; vLLM's own belongs to the step's first pass."""
+        finished = self._unfinished
+        self._unfinished = {request.req_id for request in new_reqs}
+        if first:
+            return {"finished_req_ids": scheduled.finished_req_ids | finished}
+        return {
+            "finished_req_ids": finished,
+            "free_encoder_mm_hashes": [],
+            "new_block_ids_to_zero": None,
+            "kv_cache_block_copies": None,
+        }
+
+    def _new_request(self, sub: SubRequest) -> NewRequestData:
+        # One id more than is computed makes it a partial prefill.
+        prompt = [*sub.token_ids[: sub.end], 0]
+        return NewRequestData(
+            req_id=f"daric-sub-{next(self._serial)}",
+            prompt_token_ids=prompt,
+            mm_features=[],
+            sampling_params=self._params,
+            pooling_params=None,
+            block_ids=(list(sub.block_ids),),
+            num_computed_tokens=sub.start,
+            lora_request=None,
+        )
+
+    @staticmethod
+    def _num_tokens(
+        new_reqs: list[NewRequestData], subs: Sequence[SubRequest]
+    ) -> dict[str, int]:
+        return {
+            request.req_id: sub.end - sub.start
+            for request, sub in zip(new_reqs, subs, strict=True)
+        }

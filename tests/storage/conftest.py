@@ -1,0 +1,24 @@
+"""A disk tier on a fresh folder, opened as often as a test likes."""
+
+import pytest
+
+from daric_rag.storage import DiskTier
+from tests.storage.records import CAPACITY_BYTES
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def open_disk(folder):
+    opened = []
+
+    def open_one(capacity_bytes=CAPACITY_BYTES):
+        opened.append(DiskTier(folder, capacity_bytes))
+        return opened[-1]
+
+    yield open_one
+    for tier in opened:
+        tier.close()
