@@ -22,6 +22,7 @@ from daric_rag.runtime.vllm_api import (
     VllmConfig,
     current_platform,
     executor_class_of,
+    quiet,
     release_process_state,
 )
 
@@ -121,7 +122,7 @@ def _start(
             "kv_transfer_config": transfer_config(store, config),
         }
     )
-    with _in_process():
+    with _in_process(), quiet():
         if args.max_num_batched_tokens is None:
             args.max_num_batched_tokens = _MAX_BATCHED_TOKENS
         vllm_config = args.create_engine_config()

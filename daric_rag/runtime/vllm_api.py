@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from daric_rag.errors import VllmVersionError
@@ -35,6 +38,7 @@ __all__ = [
     "extract_layer_index",
     "get_kv_transfer_group",
     "platform_worker_class",
+    "quiet",
     "release_process_state",
     "rotate_rows",
     "rotary_modules",
@@ -69,6 +73,17 @@ def check_version() -> str:
     )
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what vLLM's imports and start say of their own dependencies to themselves.
+
+    An application that turns warnings into errors could not start otherwise.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 check_version()
 
 # Read by vLLM at import or at engine start. The V1 model runner is the one whose
@@ -77,26 +92,27 @@ os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 # vLLM logs some hundred lines per start and warns of what we chose on purpose. A server has configured its logging by now.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from vllm.config import KVTransferConfig, VllmConfig  # noqa: E402
-from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-)
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.inputs.engine import tokens_input  # noqa: E402
-from vllm.model_executor.models.utils import extract_layer_index  # noqa: E402
-from vllm.platforms import current_platform  # noqa: E402
-from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
-from vllm.v1.core.sched.output import (  # noqa: E402
-    CachedRequestData,
-    NewRequestData,
-    SchedulerOutput,
-)
-from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
+with quiet():
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorWorkerMetadata,
+    )
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.inputs.engine import tokens_input
+    from vllm.model_executor.models.utils import extract_layer_index
+    from vllm.platforms import current_platform
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.v1.core.sched.output import (
+        CachedRequestData,
+        NewRequestData,
+        SchedulerOutput,
+    )
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,154 @@
+"""An engine and the dense reference side by side, and what must be equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from daric_rag import Completion, DaricConfig, EmbeddedEngine, TokenPrompt
+from daric_rag.layout import PromptLayout
+from daric_rag.steps import StepPlan
+from tests.reference.dense import DenseReference
+from tests.reference.outputs import KVCache
+from tests.reference.prompts import TokenIds
+
+NUM_TOKENS = 21
+NUM_LOGPROBS = 20
+QUESTION: TokenIds = (17, 23, 31, 18, 29)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest differences allowed against the reference.
+
+    Attributes:
+        kv: Of any key or value.
+        logprob: Of any of the likeliest tokens' log-probabilities, in nats.
+    """
+
+    kv: float = 2e-4
+    logprob: float = 1e-4
+
+
+class Spy:
+    """Keeps the step plans that the worker saw; lives in the engine's thread."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.side = worker._side
+        self.plans: list[StepPlan] = []
+        self.passes = 0
+        self._prepare = self.side.prepare_step
+        self.side.prepare_step = self
+
+    def __call__(self, scheduled: Any, run_pass: Any) -> Any:
+        self.plans.append(scheduled.kv_connector_metadata.plan)
+
+        def counted(output: Any) -> None:
+            self.passes += 1
+            run_pass(output)
+
+        return self._prepare(scheduled, counted)
+
+    def cache_of(self, block_ids: Sequence[int], num_tokens: int) -> KVCache:
+        """Reads K and V from blocks, `[layers, tokens, heads, head_dim]` each."""
+        mover = self.side._bound_mover
+        shape = mover._shape.of(num_tokens)
+        keys = torch.empty(shape, dtype=mover._shape.dtype)
+        values = torch.empty_like(keys)
+        mover._layout.gather(keys, values, block_ids, 0)
+        return KVCache(keys.float(), values.float())
+
+
+class Harness:
+    """One engine under test and its model's reference."""
+
+    def __init__(
+        self,
+        model: Path,
+        reference: DenseReference,
+        *,
+        config: DaricConfig | None = None,
+        store: str = ":memory:",
+        **options: Any,
+    ) -> None:
+        self.reference = reference
+        self.engine = EmbeddedEngine(
+            str(model),
+            store=store,
+            config=config,
+            **{"dtype": "float32", "max_model_len": 4096} | options,
+        )
+        self.spy: Spy = self.on_worker(Spy)
+
+    def on_worker(self, function: Any) -> Any:
+        """Runs `function(worker)` in the engine's thread."""
+        rpc = self.engine._loop.call
+        return rpc(lambda engine: engine.collective_rpc(function))[0]
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def run(
+        self, chunks: Sequence[TokenIds], **options: Any
+    ) -> tuple[Completion, PromptLayout]:
+        prompt = TokenPrompt([list(chunk) for chunk in chunks])
+        options = {
+            "max_tokens": NUM_TOKENS,
+            "logprobs": NUM_LOGPROBS,
+            "ignore_eos": True,
+        } | options
+        return self.engine.generate(prompt, **options), self.engine.layout(prompt)
+
+    def store(self, chunks: Sequence[TokenIds]) -> None:
+        """Puts chunks into the store by way of ordinary requests."""
+        for chunk in chunks:
+            self.run((chunk, QUESTION), max_tokens=1)
+        self.engine.clear_prefix_cache()
+
+    def last_cache(self, num_tokens: int) -> KVCache:
+        """The blocks of the last admitted request; valid until the next request."""
+        request = next(p for p in reversed(self.spy.plans) if p.requests).requests[-1]
+        return self.on_worker(lambda _: self.spy.cache_of(request.block_ids, num_tokens))
+
+    def check(
+        self,
+        completion: Completion,
+        layout: PromptLayout,
+        tolerance: Tolerance = Tolerance(),
+        *,
+        kv: bool = True,
+    ) -> None:
+        """Holds an answer, and the KV it came from, against the reference."""
+        windows = [*layout.windows]
+        prefill = self.reference.daric_prefill(layout.token_ids, layout.spans, windows)
+        if kv:
+            cache = self.last_cache(layout.prompt_len)
+            for mine, theirs in (
+                (cache.keys, prefill.cache.keys),
+                (cache.values, prefill.cache.values),
+            ):
+                error = (mine - theirs.float()).abs().amax(dim=(0, 2, 3))
+                worst = int(error.argmax())
+                assert error[worst] <= tolerance.kv, (
+                    f"KV differs by {error[worst]:.2e} at position {worst}"
+                )
+        expected = self.reference.decode(prefill, len(completion.token_ids))
+        check_continuation(completion, expected, tolerance)
+
+
+def check_continuation(
+    completion: Completion, expected: Any, tolerance: Tolerance = Tolerance()
+) -> None:
+    """Tokens equal, and log-probabilities of the likeliest within tolerance."""
+    assert completion.token_ids == expected.token_ids
+    assert completion.logprobs is not None
+    for step, logprobs in enumerate(completion.logprobs):
+        assert len(logprobs) >= NUM_LOGPROBS
+        for token, value in logprobs.items():
+            error = abs(value - float(expected.logprobs[step, token]))
+            assert error <= tolerance.logprob, f"step {step}, token {token}: {error:.2e}"
