@@ -109,6 +109,7 @@ class GenerationOptions:
         ignore_eos: Go on after the end-of-turn token, for benchmarks.
         conversation: Id of a conversation whose prompts grow by whole chunks, so that
             a longer prompt takes its earlier blocks from vLLM's prefix cache.
+        namespace: Tenant of this request; None is the configuration's.
     """
 
     max_tokens: int = 256
@@ -120,6 +121,7 @@ class GenerationOptions:
     reuse: Reuse = "daric"
     ignore_eos: bool = False
     conversation: str | None = None
+    namespace: str | None = None
 
     def __post_init__(self) -> None:
         """Check every option, so that nothing is refused halfway."""
@@ -140,13 +142,12 @@ class GenerationOptions:
         _check_stop(self.stop)
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos is {self.ignore_eos!r}; it must be a bool")
-        conversation = self.conversation
-        if conversation is not None and not (
-            isinstance(conversation, str) and conversation
-        ):
-            raise ConfigError(
-                f"conversation is {conversation!r}; it must be a non-empty str or None"
-            )
+        for name in ("conversation", "namespace"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise ConfigError(
+                    f"{name} is {value!r}; it must be a non-empty str or None"
+                )
 
     @property
     def stop_list(self) -> list[str]:

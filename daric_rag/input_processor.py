@@ -28,6 +28,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import date
 from threading import RLock
 
@@ -164,7 +165,12 @@ class InputProcessor:
         return min(max_tokens, self._max_model_len - layout.prompt_len)
 
     def request_wire(
-        self, layout: PromptLayout, *, reuse: ReuseMode, save_tail: bool = False
+        self,
+        layout: PromptLayout,
+        *,
+        reuse: ReuseMode,
+        save_tail: bool = False,
+        namespace: str | None = None,
     ) -> RequestWire:
         """Return what the scheduler side has to know of a prompt.
 
@@ -173,15 +179,19 @@ class InputProcessor:
             reuse: ``"daric"`` or ``"full_reuse"``; a request with ``"off"`` is an
                 ordinary one and carries nothing.
             save_tail: See `RequestWire`.
+            namespace: The request's tenant; None is the configuration's.
 
         Raises:
             WireError: `reuse` is something else.
         """
+        config = self._config
+        if namespace is not None:
+            config = replace(config, namespace=namespace)
         return RequestWire(
             ends=tuple(chunk.end for chunk in layout.chunks),
             reusable=tuple(chunk.reusable for chunk in layout.chunks),
             mode=reuse,
-            config=self._config,
+            config=config,
             save_tail=save_tail,
         )
 

@@ -134,9 +134,13 @@ def salt_of(wire: RequestWire, conversation: str | None = None) -> str:
         wire: The request.
         conversation: Id of a template or conversation whose prompts only ever grow by
             whole chunks; a longer prompt then still takes its earlier blocks from the
-            prefix cache. None: only an equal chunking shares blocks.
+            prefix cache. None: only equal chunks, as reusable as each other, share.
     """
-    chunking = chunking_id(wire.spans) if conversation is None else conversation
+    if conversation is None:
+        flags = "".join(str(int(flag)) for flag in wire.reusable)
+        chunking = f"{chunking_id(wire.spans)}.{flags}"
+    else:
+        chunking = conversation
     return cache_salt(
         wire.config.namespace,
         wire.config.policy_fields() | {"mode": wire.mode},

@@ -144,7 +144,7 @@ class DaricConnector(KVConnectorBase_V1):
         state = scheduler_output.kv_connector_block_state
 
         def block_ids_of(req_id: str) -> list[int]:
-            (block_ids,) = state.get_block_ids(req_id)  # type: ignore[union-attr, misc]
+            (block_ids,) = state.get_block_ids(req_id)
             return block_ids
 
         num_tokens = scheduler_output.num_scheduled_tokens
@@ -182,7 +182,7 @@ class DaricConnector(KVConnectorBase_V1):
 
 def _only_spec(kv_cache_config: Any) -> Any:
     groups = kv_cache_config.kv_cache_groups
-    spec = groups[0].kv_cache_spec if groups else None
+    spec: Any = groups[0].kv_cache_spec if groups else None
     supported = (
         len(groups) == 1
         and type(spec) is FullAttentionSpec

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
-import threading
+import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from typing import Any, Self
 
 from daric_rag.config import DaricConfig
@@ -23,7 +24,7 @@ from daric_rag.engine import (
     Prompt,
     TokenPrompt,
 )
-from daric_rag.errors import ConfigError, EngineClosedError
+from daric_rag.errors import ConfigError, EngineClosedError, PromptError
 from daric_rag.input_processor import InputProcessor
 from daric_rag.layout import PromptLayout
 from daric_rag.models import resolve_model
@@ -69,23 +70,28 @@ class EmbeddedEngine:
             )
         self.model_path = resolve_model(model)
         store_path = None if store is None else os.fspath(store)
-        self._closed = threading.Event()
-        self._loop = EngineLoop(
-            lambda: build_engine(
-                str(self.model_path), store_path, self.config, vllm_options
-            ),
-            drop_engine,
+        # Nothing that the loop holds may refer to this object, so that one which is
+        # dropped without close() is closed all the same, at the latest at exit.
+        start = partial(
+            build_engine, str(self.model_path), store_path, self.config, vllm_options
         )
+        self._loop = EngineLoop(start, drop_engine)
+        self._finalizer = weakref.finalize(self, self._loop.close)
         facts = self._loop.facts
         self.tokenizer = facts.tokenizer
         self.max_model_len = facts.max_model_len
         self.block_size = facts.block_size
-        self._processor = InputProcessor(
-            facts.tokenizer,
-            config=self.config,
-            block_size=facts.block_size,
-            max_model_len=facts.max_model_len,
-        )
+        self._vocab_size = facts.vocab_size
+        try:
+            self._processor = InputProcessor(
+                facts.tokenizer,
+                config=self.config,
+                block_size=facts.block_size,
+                max_model_len=facts.max_model_len,
+            )
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         """Return the engine itself."""
@@ -151,9 +157,7 @@ class EmbeddedEngine:
         loop = asyncio.get_running_loop()
         checked = _options(options)
         # Tokenising a long prompt takes milliseconds that others should not wait for.
-        submission = await loop.run_in_executor(
-            None, self._submission, prompt, checked
-        )
+        submission = await loop.run_in_executor(None, self._submission, prompt, checked)
         sink: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
 
         def put(item: Delta | BaseException) -> None:
@@ -221,9 +225,7 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Flush the store, stop the engine, release memory; harmless when repeated."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._loop.close()
+        self._finalizer()
 
     def _submission(self, prompt: Prompt, options: GenerationOptions) -> Submission:
         return self._finish(self._processor.layout(prompt), options)
@@ -236,10 +238,18 @@ class EmbeddedEngine:
         save_tail: bool = False,
     ) -> Submission:
         self._processor.check_len(layout, options.max_tokens)
+        if max(layout.token_ids) >= self._vocab_size:
+            raise PromptError(
+                f"the prompt has token id {max(layout.token_ids)} and the model knows "
+                f"[0, {self._vocab_size}); pass ids of this model's own tokenizer"
+            )
         wire = None
         if options.reuse != "off":
             wire = self._processor.request_wire(
-                layout, reuse=options.reuse, save_tail=save_tail
+                layout,
+                reuse=options.reuse,
+                save_tail=save_tail,
+                namespace=options.namespace,
             )
         return Submission(layout, wire, options)
 
@@ -270,4 +280,3 @@ def _last(sink: queue.SimpleQueue[Delta | BaseException]) -> Completion:
         delta = _checked(sink.get())
         if delta.completion is not None:
             return delta.completion
-

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from daric_rag.engine import GenerationOptions
 from daric_rag.errors import ConfigError, DaricError, EngineClosedError, EngineError
-from daric_rag.runtime.request_stream import RequestStream
-from daric_rag.runtime.vllm_api import RequestOutputKind, SamplingParams, tokens_input
+from daric_rag.runtime.request_stream import RequestStream, Submission
+from daric_rag.runtime.vllm_api import (
+    RequestOutputKind,
+    SamplingParams,
+    VLLMClientError,
+    tokens_input,
+)
 from daric_rag.wire import encode_request, salt_of
 
 __all__ = ["EngineFacts", "EngineLoop"]
@@ -28,12 +34,14 @@ class EngineFacts:
         tokenizer: The model's tokenizer.
         max_model_len: Most tokens of prompt and answer together.
         block_size: Tokens per KV block.
+        vocab_size: Token ids lie below it.
     """
 
     engine: Any
     tokenizer: Any
     max_model_len: int
     block_size: int
+    vocab_size: int
 
 
 _Command = Callable[[], None]
@@ -58,7 +66,8 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._streams: dict[str, RequestStream] = {}
         self._ids = itertools.count()
-        self._lock = threading.Lock()
+        # Reentrant, because a garbage collection under it may close a dropped engine.
+        self._lock = threading.RLock()
         self._closing = False
         self._failure: BaseException | None = None
         started: Future[EngineFacts] = Future()
@@ -100,7 +109,11 @@ class EngineLoop:
         with self._lock:
             self._closing = True
             self._inbox.put(lambda: None)
-        self._thread.join()
+        # A garbage collection in the loop's own thread may end up here.
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+            # Not before: the thread's own frames hold vLLM's engine to their end.
+            gc.collect()
 
     def _post(self, command: _Command, *, quiet: bool = False) -> None:
         # Under the lock, so that no command arrives behind the last look at the inbox.
@@ -128,11 +141,14 @@ class EngineLoop:
             self._serve(facts.engine)
         except BaseException as error:
             self._failure = error
-        finally:
+        try:
             with self._lock:
                 self._closing = True
             self._end_streams()
             self._drain()
+        finally:
+            # Whoever still holds the closed engine must not hold vLLM's memory by it.
+            self.facts = replace(facts, engine=None)
             self._stop(facts.engine)
 
     def _serve(self, engine: Any) -> None:
@@ -161,18 +177,26 @@ class EngineLoop:
         if stream.done:
             return
         submission = stream.submission
+        try:
+            self._add_to_vllm(request_id, submission)
+        except (ValueError, VLLMClientError) as error:
+            stream.fail(ConfigError(f"vLLM refused the request: {error}"))
+        except Exception as error:
+            # One client's request must not end the others'.
+            failure = EngineError(f"the request could not be started: {error!r}")
+            failure.__cause__ = error
+            stream.fail(failure)
+        else:
+            self._streams[request_id] = stream
+
+    def _add_to_vllm(self, request_id: str, submission: Submission) -> None:
         params = _sampling_params(submission.options)
         salt = None
         if submission.wire is not None:
             params.extra_args = {"kv_transfer_params": encode_request(submission.wire)}
             salt = salt_of(submission.wire, submission.options.conversation)
         prompt = tokens_input(list(submission.layout.token_ids), cache_salt=salt)
-        try:
-            self.facts.engine.add_request(request_id, prompt, params)
-        except ValueError as error:
-            stream.fail(ConfigError(f"vLLM refused the request: {error}"))
-            return
-        self._streams[request_id] = stream
+        self.facts.engine.add_request(request_id, prompt, params)
 
     def _abort(self, request_id: str) -> None:
         stream = self._streams.pop(request_id, None)

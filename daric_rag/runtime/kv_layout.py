@@ -1,17 +1,16 @@
 """How keys and values lie in vLLM's paged blocks, and moving them in and out.
 
 vLLM hands over one tensor per layer, ``[num_blocks, num_kv_heads, block_size,
-2 * head_dim]``, whose inside is the attention kernel's own business. What a kernel
-does with it is found out at start, not assumed: a known pattern is written through the
-kernel's public cache-writing operator into one spare block and read back.
+2 * head_dim]``, whose inside is the attention kernel's own business:
 
-| Layout       | Where         | Inside of a (block, head)                            |
-|--------------|---------------|------------------------------------------------------|
-| `PackedKv`   | CPU, "vec"    | K as [head_dim, block_size], V as [block_size, head_dim] |
-| `PermutedKv` | CPU, others   | any permutation of the same elements, learned         |
-| `SplitKv`    | GPU           | K in [..., :head_dim], V in [..., head_dim:]           |
+| Layout       | Where       | Inside of a (block, head)                       |
+|--------------|-------------|-------------------------------------------------|
+| `PackedKv`   | CPU, "vec"  | K transposed, then V: see the class             |
+| `SplitKv`    | GPU         | K in [..., :head_dim], V in [..., head_dim:]    |
+| `PermutedKv` | CPU, others | any permutation of the same elements            |
 
-Tokens move as ``[num_layers, num_tokens, num_kv_heads, head_dim]``, the record's shape.
+`kv_probe` finds out which one it is. Tokens move as ``[num_layers, num_tokens,
+num_kv_heads, head_dim]``, the record's shape.
 """
 
 from __future__ import annotations
@@ -22,9 +21,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from daric_rag.errors import UnsupportedModelError
-
-__all__ = ["KvLayout", "WriteSlots", "block_pieces", "probe_layout"]
+__all__ = [
+    "KvLayout",
+    "PackedKv",
+    "PermutedKv",
+    "SplitKv",
+    "WriteSlots",
+    "block_pieces",
+]
 
 WriteSlots = Callable[[int, Tensor, Tensor, Tensor], None]
 """(layer, keys, values, slots): the kernel's own operator; keys and values are
@@ -70,98 +74,6 @@ def block_pieces(
         position += num_tokens
 
 
-def probe_layout(
-    layers: Sequence[Tensor], head_dim: int, write_slots: WriteSlots, spare_block: int
-) -> KvLayout:
-    """Find out how the kernel lays out a block.
-
-    Args:
-        layers: One cache tensor per layer.
-        head_dim: Elements per head of K.
-        write_slots: The kernel's operator.
-        spare_block: A block that nobody uses; it is overwritten.
-
-    Raises:
-        UnsupportedModelError: The block is no permutation of K and V.
-    """
-    num_blocks, num_heads, block_size, width = layers[0].shape
-    if width != 2 * head_dim or any(t.shape != layers[0].shape for t in layers):
-        raise UnsupportedModelError(
-            f"the KV cache's layers are {[tuple(t.shape) for t in layers][:2]}...; only "
-            f"equal layers with K and V of the same head size are supported. Run this "
-            f'model with reuse="off"'
-        )
-    # Distinct bit patterns survive a copy whatever they mean as floats; small positive
-    # ones are ordinary numbers in bfloat16, float16 and float32 alike.
-    shape = (block_size, num_heads, head_dim)
-    bits = torch.int16 if layers[0].element_size() == 2 else torch.int32
-    num = block_size * num_heads * head_dim
-    if bits is torch.int16 and 2 * num >= 0x7C00:
-        return _probe_by_digits(layers, head_dim, write_slots, spare_block)
-    device = layers[0].device
-    ids = torch.arange(1, 2 * num + 1, dtype=bits, device=device).view(layers[0].dtype)
-    keys, values = ids[:num].view(shape), ids[num:].view(shape)
-    return _choose(layers, head_dim, write_slots, spare_block, keys, values)
-
-
-def _probe_by_digits(
-    layers: Sequence[Tensor], head_dim: int, write_slots: WriteSlots, spare_block: int
-) -> KvLayout:
-    """Probe a block with more elements than 16-bit patterns: known layouts only."""
-    _, num_heads, block_size, _ = layers[0].shape
-    shape = (block_size, num_heads, head_dim)
-    generator = torch.Generator().manual_seed(0)
-    keys, values = (
-        torch.randn(shape, generator=generator).to(layers[0]) for _ in range(2)
-    )
-    return _choose(layers, head_dim, write_slots, spare_block, keys, values)
-
-
-def _choose(
-    layers: Sequence[Tensor],
-    head_dim: int,
-    write_slots: WriteSlots,
-    spare_block: int,
-    keys: Tensor,
-    values: Tensor,
-) -> KvLayout:
-    block_size = layers[0].shape[2]
-    slots = torch.arange(block_size, device=layers[0].device) + spare_block * block_size
-    write_slots(0, keys, values, slots)
-    candidates: list[KvLayout] = [PackedKv(layers, head_dim), SplitKv(layers, head_dim)]
-    for layout in candidates:
-        found_k, found_v = torch.empty_like(keys)[None], torch.empty_like(values)[None]
-        _gather_layer0(layout, found_k, found_v, spare_block)
-        if _same_bits(found_k[0], keys) and _same_bits(found_v[0], values):
-            return layout
-    raw = _bits(layers[0][spare_block]).flatten()
-    wanted = torch.cat((_bits(keys).flatten(), _bits(values).flatten()))
-    order = raw.argsort(stable=True)
-    if wanted.unique().numel() != wanted.numel() or not torch.equal(
-        raw[order], wanted.sort().values
-    ):
-        raise UnsupportedModelError(
-            "the attention kernel stores keys and values in a form that daric_rag does "
-            'not know; run this model with reuse="off", or another dtype or block size'
-        )
-    permutation = torch.empty_like(order)
-    permutation[wanted.argsort(stable=True)] = order
-    return PermutedKv(layers, head_dim, permutation, write_slots)
-
-
-def _gather_layer0(layout: KvLayout, keys: Tensor, values: Tensor, block: int) -> None:
-    assert isinstance(layout, PackedKv | SplitKv)
-    layout.first_layer_only().gather(keys, values, [block], 0)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(_bits(left), _bits(right))
-
-
 def _stacked(layers: Sequence[Tensor]) -> list[Tensor]:
     """View all layers as one tensor where they lie at equal distances, else each alone.
 
@@ -190,7 +102,6 @@ class PackedKv:
 
     def __init__(self, layers: Sequence[Tensor], head_dim: int) -> None:
         """View the layers; nothing is copied."""
-        self._layers, self._head_dim = layers, head_dim
         self.block_size = layers[0].shape[2]
         self._groups: list[tuple[slice, Tensor, Tensor]] = []
         first = 0
@@ -207,10 +118,6 @@ class PackedKv:
                 (layers_of, keys.permute(0, 1, 4, 2, 3), values.transpose(2, 3))
             )
             first += num_layers
-
-    def first_layer_only(self) -> PackedKv:
-        """The same layout over the first layer, for probing."""
-        return PackedKv(self._layers[:1], self._head_dim)
 
     def scatter(
         self, keys: Tensor, values: Tensor, block_ids: Sequence[int], start: int
@@ -259,10 +166,6 @@ class SplitKv:
         self._layers, self._head_dim = list(layers), head_dim
         self.block_size = layers[0].shape[2]
 
-    def first_layer_only(self) -> SplitKv:
-        """The same layout over the first layer, for probing."""
-        return SplitKv(self._layers[:1], self._head_dim)
-
     def scatter(
         self, keys: Tensor, values: Tensor, block_ids: Sequence[int], start: int
     ) -> None:
@@ -302,7 +205,6 @@ class PermutedKv:
     def __init__(
         self,
         layers: Sequence[Tensor],
-        head_dim: int,
         permutation: Tensor,
         write_slots: WriteSlots,
     ) -> None:
@@ -310,12 +212,11 @@ class PermutedKv:
 
         Args:
             layers: One cache tensor per layer.
-            head_dim: Elements per head.
-            permutation: Where in a raw block the elements of K, then of V, as
-                [block_size, num_kv_heads, head_dim] each, are found.
+            permutation: Offset in a raw block of every element of K, then of V,
+                [2, block_size, num_kv_heads, head_dim].
             write_slots: The kernel's operator.
         """
-        self._layers, self._head_dim = list(layers), head_dim
+        self._layers = list(layers)
         self._permutation, self._write_slots = permutation, write_slots
         self.block_size = layers[0].shape[2]
 
@@ -340,10 +241,9 @@ class PermutedKv:
     ) -> None:
         """See `KvLayout.gather`."""
         end = start + keys.shape[1]
-        shape = (2, self.block_size, keys.shape[2], self._head_dim)
         for offset, num, index, inside in block_pieces(start, end, self.block_size):
             for layer, cache in enumerate(self._layers):
                 raw = cache[block_ids[index]].flatten()
-                tokens_k, tokens_v = raw[self._permutation].view(shape)
+                tokens_k, tokens_v = raw[self._permutation]
                 keys[layer, offset : offset + num] = tokens_k[inside : inside + num]
                 values[layer, offset : offset + num] = tokens_v[inside : inside + num]

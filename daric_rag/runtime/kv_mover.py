@@ -116,7 +116,7 @@ class KvMover:
 
     def save(
         self, key: SegmentKey, block_ids: Sequence[int], start: int, num_tokens: int
-    ) -> Record:
+    ) -> tuple[Record, bool]:
         """Save a segment from blocks, as it lies there.
 
         A store that cannot take it costs later requests time and nothing else.
@@ -128,7 +128,7 @@ class KvMover:
             num_tokens: Its length.
 
         Returns:
-            The record, in memory whatever the store did.
+            The record, in memory whatever the store did, and whether it took it.
         """
         header = RecordHeader.for_shape(
             key, self._fingerprint, self._shape.of(num_tokens), self._shape.dtype_name
@@ -141,7 +141,8 @@ class KvMover:
             self._store.write(header, buffer)
         except StoreError as error:
             self._warn(error)
-        return record
+            return record, False
+        return record, True
 
     def _fits(self, record: Record, num_tokens: int) -> bool:
         header = record.header
@@ -176,13 +177,13 @@ class KvMover:
         if self._device.type == "cpu":
             self._layout.gather(keys, values, block_ids, start)
             return
-        on_device = [torch.empty_like(t, device=self._device) for t in (keys, values)]
-        self._layout.gather(*on_device, block_ids, start)
-        for target, source in zip((keys, values), on_device, strict=True):
-            target.copy_(source)
+        device_k = torch.empty_like(keys, device=self._device)
+        device_v = torch.empty_like(values, device=self._device)
+        self._layout.gather(device_k, device_v, block_ids, start)
+        keys.copy_(device_k)
+        values.copy_(device_v)
 
     def _warn(self, error: StoreError) -> None:
         if not self._warned:
             logger.warning("documents are not saved for reuse: %s", error)
             self._warned = True
-

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import gc
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,7 @@ from daric_rag.runtime.vllm_api import (
     quiet,
     release_process_state,
 )
+from daric_rag.storage import open_probe
 
 __all__ = ["build_engine", "drop_engine", "transfer_config"]
 
@@ -68,6 +68,7 @@ def build_engine(
 
     Raises:
         ConfigError: An option is unknown or refused, or another engine is open.
+        StoreError: The store's folder cannot be used.
         DaricError: As the connector's halves raise them.
     """
     _check_options(options)
@@ -77,6 +78,8 @@ def build_engine(
             "close it first, or share it"
         )
     try:
+        # Before a model is loaded for nothing: the folder must be usable.
+        open_probe(store).close()
         engine = _start(model, store, config, options)
     except BaseException as error:
         release_process_state()
@@ -91,17 +94,16 @@ def build_engine(
         tokenizer=engine.get_tokenizer(),
         max_model_len=engine.vllm_config.model_config.max_model_len,
         block_size=engine.vllm_config.cache_config.block_size,
+        vocab_size=engine.vllm_config.model_config.get_vocab_size(),
     )
 
 
 def drop_engine(engine: Any) -> None:
-    """Stop an engine and release its memory."""
+    """Stop an engine; its memory goes with the last reference to it."""
     try:
         engine.engine_core.shutdown()
     finally:
-        del engine
         release_process_state()
-        gc.collect()
         _one_engine.release()
 
 

@@ -213,6 +213,6 @@ def _check_table(table: Tensor, inv_freq: Tensor, scaling: float) -> None:
 
 def _refused(reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f'this model cannot be reused: {reason}. Run it with reuse="off", or choose a '
-        f"model with default, linear, llama3 or YaRN RoPE"
+        f"this model's keys cannot be re-encoded: {reason}. Choose a model with default, "
+        f"linear, llama3 or YaRN RoPE, or run this one with vLLM alone"
     )

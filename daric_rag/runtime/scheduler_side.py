@@ -18,7 +18,7 @@ from daric_rag.runtime.metadata import DaricWorkerMetadata, RequestReport
 from daric_rag.runtime.scratch import ScratchBlocks
 from daric_rag.selection import total_len
 from daric_rag.steps import Limits, RequestStep, SaveStep, StepPlan
-from daric_rag.wire import RequestWire, decode_request, encode_reuse
+from daric_rag.wire import RequestWire, decode_request, encode_reuse, salt_of
 
 __all__ = ["SchedulerSide"]
 
@@ -36,8 +36,11 @@ class _Tracked:
     Attributes:
         wire: Its layout; None if it is damaged (see `reason`).
         salt: Requests of one salt share prefix-cache blocks.
+        own_salt: Whether the salt stands for this very layout, so that the first
+            chunk's blocks are exact even where the prefix cache provides them.
         reason: Why nothing can be reused, or "".
         plan: Of its last admission.
+        first_plan: Of its first one, before any preemption; what the client is told.
         unsaved: Segments of the first chunk still to be saved in place.
         in_prefill: Whether some of its claimed prompt is not computed yet.
         report: What its admissions took, summed.
@@ -46,8 +49,10 @@ class _Tracked:
 
     wire: RequestWire | None
     salt: str
+    own_salt: bool
     reason: str = ""
     plan: RequestPlan | None = None
+    first_plan: RequestPlan | None = None
     unsaved: list[SegmentSave] = field(default_factory=list)
     in_prefill: bool = False
     report: RequestReport = field(default_factory=RequestReport)
@@ -114,7 +119,8 @@ class SchedulerSide:
         if reason:
             logger.warning("request %s is not reused: %s", request.request_id, reason)
         salt = request.cache_salt or ""
-        self._tracked[request.request_id] = _Tracked(wire, salt, reason)
+        own_salt = wire is not None and salt == salt_of(wire)
+        self._tracked[request.request_id] = _Tracked(wire, salt, own_salt, reason)
 
     def match(self, request: Any, gpu_prefix_len: int) -> int | None:
         """Plan a request over `gpu_prefix_len` tokens of vLLM's prefix cache.
@@ -153,7 +159,8 @@ class SchedulerSide:
         root = self._root(tracked.wire.config.namespace)
         for chunk in plan.chunks:
             self.index.touch(root, chunk.keys[: chunk.num_hit_segments])
-            for index in range(chunk.num_hit_segments, len(chunk.keys)):
+            # Hits too: one that turns out to be lost is generated and saved again.
+            for index in range(len(chunk.keys)):
                 start, end = chunk.segment_span(index)
                 chain = chunk.keys[: index + 1]
                 self._saving[chain[-1]] = _Chain(root, chain, end - start)
@@ -162,7 +169,12 @@ class SchedulerSide:
             [chunk.num_tokens for chunk in plan.chunks],
             [c.num_tokens for c in plan.chunks if c.hit_len < c.num_tokens],
         )
-        tracked.unsaved = list(plan.saves)
+        tracked.first_plan = tracked.first_plan or plan
+        # A conversation that was cut otherwise before has approximate blocks where
+        # this layout has its exact first chunk. They are its own affair, the store is
+        # everybody's.
+        exact = tracked.own_salt or plan.gpu_prefix_len == 0
+        tracked.unsaved = list(plan.saves) if exact else []
         tracked.in_prefill = True
         self._admitted_window_len += total_len(plan.early_windows)
         self._admitted.append(
@@ -317,7 +329,8 @@ class SchedulerSide:
         num_computed: int,
         block_ids_of: Callable[[str], Sequence[int]],
     ) -> list[SaveStep]:
-        assert tracked.plan is not None and tracked.wire is not None
+        assert tracked.plan is not None
+        assert tracked.wire is not None
         # Early windows are complete after the admitting step, the last one grows.
         done = max(num_computed, tracked.plan.hit_len)
         ready = [save for save in tracked.unsaved if save.end <= done]
@@ -335,7 +348,7 @@ class SchedulerSide:
 
 
 def _stats(tracked: _Tracked, prompt_len: int) -> ReuseStats:
-    wire, plan, report = tracked.wire, tracked.plan, tracked.report
+    wire, plan, report = tracked.wire, tracked.first_plan, tracked.report
     num_chunks = len(wire.ends) if wire is not None else 0
     if plan is None:
         reason = tracked.reason or "the request ended before it was scheduled"

@@ -31,6 +31,7 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "SchedulerOutput",
+    "VLLMClientError",
     "VllmConfig",
     "check_version",
     "current_platform",
@@ -40,8 +41,8 @@ __all__ = [
     "platform_worker_class",
     "quiet",
     "release_process_state",
-    "rotate_rows",
     "rotary_modules",
+    "rotate_rows",
     "tokens_input",
     "write_slots_of",
 ]
@@ -89,7 +90,8 @@ check_version()
 # Read by vLLM at import or at engine start. The V1 model runner is the one whose
 # batches the worker extends; V2 is refused at start (see step_builder).
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-# vLLM logs some hundred lines per start and warns of what we chose on purpose. A server has configured its logging by now.
+# vLLM logs some hundred lines per start and warns of what we chose on purpose. A
+# server has configured its logging by now.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 with quiet():
@@ -102,6 +104,7 @@ with quiet():
         KVConnectorWorkerMetadata,
     )
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.exceptions import VLLMClientError
     from vllm.inputs.engine import tokens_input
     from vllm.model_executor.models.utils import extract_layer_index
     from vllm.platforms import current_platform

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from daric_rag.keys import Scalar, SegmentKey, model_fingerprint
 from daric_rag.plan import ChunkPlan
-from daric_rag.runtime.kv_layout import WriteSlots, probe_layout
+from daric_rag.runtime.kv_layout import WriteSlots
 from daric_rag.runtime.kv_mover import KvMover, KvShape
+from daric_rag.runtime.kv_probe import probe_layout
 from daric_rag.runtime.metadata import (
     DaricMetadata,
     DaricWorkerMetadata,
@@ -310,7 +311,11 @@ class WorkerSide:
         # The first to want it pays for it; the others find it made.
         payer = self._report.reports[entry.wanted[0][0].req_id]
         payer.generated_tokens += len(entry.token_ids) - entry.loaded_len
-        payer.saved_tokens += len(entry.token_ids) - entry.loaded_len
+        payer.saved_tokens += sum(
+            record.header.num_tokens
+            for record in records[len(entry.loaded) :]
+            if record.key in self._report.saved
+        )
         for request, chunk in entry.wanted:
             self._place(records, request, chunk)
         return {request.req_id for request, _ in entry.wanted}
@@ -318,8 +323,9 @@ class WorkerSide:
     def _save(
         self, key: SegmentKey, blocks: Sequence[int], start: int, num_tokens: int
     ) -> Record:
-        record = self._bound_mover.save(key, blocks, start, num_tokens)
-        self._report.saved[key] = record.record_bytes
+        record, stored = self._bound_mover.save(key, blocks, start, num_tokens)
+        if stored:
+            self._report.saved[key] = record.record_bytes
         return record
 
     # Stage 2.

@@ -77,6 +77,7 @@ BAD_OPTIONS = {
     "stop": ["", ["a", ""], ["a", 5], 5, b"a", [None], {"a": 1}, iter("a")],
     "ignore_eos": [1, None, "yes"],
     "conversation": ["", 5, b"id"],
+    "namespace": ["", 5, b"id"],
 }
 
 
@@ -96,7 +97,8 @@ def test_bad_options_are_refused_by_name(name, value):
         {"temperature": 0, "top_p": 1},
         {"temperature": 2.5, "top_p": 0.01},
         {"logprobs": 0, "seed": 0},
-        {"logprobs": None, "seed": None, "conversation": None, "stop": None},
+        {"logprobs": None, "seed": None, "namespace": None, "stop": None},
+        {"conversation": None, "namespace": "tenant"},
         {"stop": []},
         {"stop": ("a", "b")},
         {"reuse": "off"},

@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -452,6 +453,8 @@ def test_the_wire_carries_the_layout(reuse):
     assert (wire.mode, wire.save_tail) == (reuse, False)
     assert wire.config.namespace == "tenant"
     assert subject.request_wire(layout, reuse=reuse, save_tail=True).save_tail
+    other = subject.request_wire(layout, reuse=reuse, namespace="other").config
+    assert other == replace(wire.config, namespace="other")
 
 
 def test_a_request_without_reuse_has_no_wire():

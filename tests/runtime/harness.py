@@ -113,7 +113,9 @@ class Harness:
     def last_cache(self, num_tokens: int) -> KVCache:
         """The blocks of the last admitted request; valid until the next request."""
         request = next(p for p in reversed(self.spy.plans) if p.requests).requests[-1]
-        return self.on_worker(lambda _: self.spy.cache_of(request.block_ids, num_tokens))
+        return self.on_worker(
+            lambda _: self.spy.cache_of(request.block_ids, num_tokens)
+        )
 
     def check(
         self,
@@ -151,4 +153,6 @@ def check_continuation(
         assert len(logprobs) >= NUM_LOGPROBS
         for token, value in logprobs.items():
             error = abs(value - float(expected.logprobs[step, token]))
-            assert error <= tolerance.logprob, f"step {step}, token {token}: {error:.2e}"
+            assert error <= tolerance.logprob, (
+                f"step {step}, token {token}: {error:.2e}"
+            )
