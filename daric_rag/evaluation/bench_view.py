@@ -12,12 +12,12 @@ from rich.text import Text
 __all__ = ["bench_table"]
 
 _TIMES = (
-    ("full_prefill_ms", "full prefill"),
+    ("full_prefill_ms", "full\nprefill"),
     ("cold_ms", "cold"),
     ("disk_ms", "disk"),
     ("host_ms", "host"),
     ("floor_ms", "floor"),
-    ("full_reuse_ms", "full reuse"),
+    ("full_reuse_ms", "full\nreuse"),
 )
 
 
@@ -32,15 +32,15 @@ def bench_table(rows: Sequence[Mapping[str, Any]], *, repeats: int) -> Table:
         "DARIC over ordinary.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1),
+        padding=(0, 0, 0, 1),
         pad_edge=False,
     )
     table.add_column("tokens", justify="right", no_wrap=True)
     table.add_column("recomp.", justify="right", no_wrap=True)
     for _, title in _TIMES:
-        table.add_column(title, justify="right")
-    for title in ("full / host", "host / floor", "cold / full", "decoding"):
-        table.add_column(title, justify="right", style="bold")
+        table.add_column(title, justify="right", no_wrap=True)
+    for title in ("full /\nhost", "host /\nfloor", "cold /\nfull", "decod-\ning"):
+        table.add_column(title, justify="right", style="bold", no_wrap=True)
     for row in rows:
         full, host = row["full_prefill_ms"], row["host_ms"]
         table.add_row(

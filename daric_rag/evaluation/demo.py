@@ -15,6 +15,7 @@ from daric_rag.data import QuestionRecord, load_demo_sets
 from daric_rag.engine import ChunkedPrompt, Engine, ReuseStats
 from daric_rag.evaluation.metrics import contains_answer, f1_score
 from daric_rag.evaluation.situations import (
+    REORDERED,
     SITUATIONS,
     Situation,
     broken_claim,
@@ -147,9 +148,10 @@ class Demo:
                 if self._excess(situation.prompt) > 0:
                     continue  # The new document is longer than the one it replaced.
                 self._on_run(situation)
-                outcomes.append(
-                    self._ask(record, situation, f"{self._run_id}/{number}", outcomes)
-                )
+                namespace = f"{self._run_id}/{number}"
+                if situation.name == REORDERED:
+                    self._store_all(record, namespace)
+                outcomes.append(self._ask(record, situation, namespace, outcomes))
             yield QuestionOutcome(record, prompt_len, tuple(outcomes))
 
     def _ask(
@@ -178,6 +180,13 @@ class Demo:
             found=contains_answer(done.text, record.answers) if scored else None,
             reuse=done.reuse,
             broken_claim=broken_claim(situation, done.reuse, layout),
+        )
+
+    def _store_all(self, record: QuestionRecord, namespace: str) -> None:
+        """Store what the cold run did not: documents that it recomputed as a whole."""
+        self._engine.clear_prefix_cache()
+        self._engine.generate(
+            prompt_of(record), max_tokens=1, reuse="full_reuse", namespace=namespace
         )
 
     def _excess(self, prompt: ChunkedPrompt) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 from daric_rag.config import DaricConfig
 from daric_rag.errors import UnsupportedModelError
+from daric_rag.runtime.gate import NUM_GATE_TOKENS, check_cached_keys, watch_keys
 from daric_rag.runtime.identity import model_fields
 from daric_rag.runtime.metadata import DaricMetadata, DaricWorkerMetadata
 from daric_rag.runtime.rope import rope_parameters
@@ -23,7 +24,7 @@ from daric_rag.runtime.vllm_api import (
     rotate_rows,
     write_slots_of,
 )
-from daric_rag.runtime.worker_side import WorkerSide
+from daric_rag.runtime.worker_side import RunPass, WorkerSide
 from daric_rag.steps import Limits
 from daric_rag.storage import open_probe, open_store
 from daric_rag.storage.format import payload_len_of
@@ -85,11 +86,19 @@ class DaricConnector(KVConnectorBase_V1):
     def bind_model(self, model: Any) -> None:
         """Bind the worker side to the loaded model."""
         hf_config = self._vllm_config.model_config.hf_text_config
+        self._rope = rope_parameters(hf_config, rotary_modules(model))
         self.worker.bind_model(
-            rope_parameters(hf_config, rotary_modules(model)),
-            rotate_rows,
-            write_slots_of(self._vllm_config, self._layers),
+            self._rope, rotate_rows, write_slots_of(self._vllm_config, self._layers)
         )
+
+    def verify_model(self, model: Any, run_pass: RunPass) -> None:
+        """Refuse a model whose cached keys are not what re-encoding assumes."""
+        vocab_size = self._vllm_config.model_config.get_vocab_size()
+        token_ids = [(7 * i + 3) % vocab_size for i in range(NUM_GATE_TOKENS)]
+        with watch_keys(rotary_modules(model)) as calls:
+            keys = self.worker.cached_keys_of(token_ids, run_pass)
+        architectures = self._vllm_config.model_config.architectures
+        check_cached_keys(calls, keys, self._rope, architectures)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to do: the step's loads are placed before its first pass."""

@@ -30,7 +30,7 @@ from daric_rag.layout import PromptLayout
 from daric_rag.models import resolve_model
 from daric_rag.runtime.engine_loop import EngineLoop
 from daric_rag.runtime.launch import build_engine, drop_engine
-from daric_rag.runtime.request_stream import RequestStream, Submission
+from daric_rag.runtime.request_stream import DeltaIterator, RequestStream, Submission
 from daric_rag.storage import StoreStats
 
 __all__ = ["EmbeddedEngine"]
@@ -131,19 +131,7 @@ class EmbeddedEngine:
         """Answer one prompt piece by piece; closing the iterator aborts."""
         submission = self._submission(prompt, _options(options))
         sink: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
-        handle = self._submit(submission, sink.put)
-
-        def deltas() -> Iterator[Delta]:
-            try:
-                while True:
-                    delta = _checked(sink.get())
-                    yield delta
-                    if delta.completion is not None:
-                        return
-            finally:
-                handle.abort()
-
-        return deltas()
+        return DeltaIterator(self._submit(submission, sink.put), sink.get)
 
     async def agenerate(self, prompt: Prompt, **options: Any) -> Completion:
         """Answer one prompt; concurrent calls are batched. Cancelling aborts."""

@@ -65,18 +65,25 @@ class KvMover:
         """Bind store, blocks and model together."""
         self._store, self._layout, self._reencoder = store, layout, reencoder
         self._shape, self._fingerprint, self._device = shape, fingerprint, device
-        self._warned = False
+        self._warned: set[str] = set()
 
     def read(
         self, keys: Sequence[SegmentKey], lens: Sequence[int]
     ) -> list[Record | None]:
         """Read segments; None where the store has nothing that fits.
 
+        A store that fails is a store without records: it costs time, and must not end
+        an engine that can compute everything anew.
+
         Args:
             keys: Their keys, [n].
             lens: Tokens per segment, [n].
         """
-        records = self._store.read_many(keys, self._fingerprint)
+        try:
+            records = self._store.read_many(keys, self._fingerprint)
+        except Exception as error:
+            self._warn("read", error)
+            return [None] * len(keys)
         return [
             record if record is not None and self._fits(record, num_tokens) else None
             for record, num_tokens in zip(records, lens, strict=True)
@@ -139,8 +146,8 @@ class KvMover:
         record = Record(header, buffer)
         try:
             self._store.write(header, buffer)
-        except StoreError as error:
-            self._warn(error)
+        except Exception as error:
+            self._warn("saved", error)
             return record, False
         return record, True
 
@@ -155,7 +162,7 @@ class KvMover:
         try:
             return self._store.allocate(nbytes)
         except StoreError as error:
-            self._warn(error)
+            self._warn("saved", error)
             return memoryview(bytearray(nbytes))
 
     def _tensors(self, payload: memoryview, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -183,7 +190,12 @@ class KvMover:
         keys.copy_(device_k)
         values.copy_(device_v)
 
-    def _warn(self, error: StoreError) -> None:
-        if not self._warned:
-            logger.warning("documents are not saved for reuse: %s", error)
-            self._warned = True
+    def _warn(self, what: str, error: Exception) -> None:
+        if what in self._warned:
+            return
+        self._warned.add(what)
+        # What the store says on purpose names the mend; anything else is a fault.
+        trace = None if isinstance(error, StoreError) else error
+        logger.warning(
+            "documents cannot be %s for reuse: %s", what, error, exc_info=trace
+        )

@@ -14,6 +14,7 @@ from daric_rag.config import DaricConfig
 from daric_rag.errors import ConfigError, DaricError, EngineError
 from daric_rag.runtime.connector import CONFIG_KEY, STORE_KEY
 from daric_rag.runtime.engine_loop import EngineFacts
+from daric_rag.runtime.step_builder import check_vllm_config
 from daric_rag.runtime.vllm_api import (
     EngineArgs,
     KVTransferConfig,
@@ -128,6 +129,8 @@ def _start(
         if args.max_num_batched_tokens is None:
             args.max_num_batched_tokens = _MAX_BATCHED_TOKENS
         vllm_config = args.create_engine_config()
+        # The connector asks again, but only once the model is loaded.
+        check_vllm_config(vllm_config)
         _size_buffers(vllm_config, options)
         return LLMEngine(
             vllm_config=vllm_config,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from daric_rag.engine import Completion, Delta, GenerationOptions, ReuseStats
 from daric_rag.layout import PromptLayout
 from daric_rag.wire import RequestWire, decode_reuse
 
-__all__ = ["RequestStream", "Submission"]
+__all__ = ["DeltaIterator", "RequestStream", "Submission"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,45 @@ class RequestStream:
         return replace(
             stats, padding_tokens=layout.padding_len, num_chunks=layout.num_chunks
         )
+
+
+class DeltaIterator(Iterator[Delta]):
+    """Client process. An answer's deltas; closing or dropping it ends the request.
+
+    Not a generator: one that was never started would not notice its end, and the
+    request would run on for nobody.
+
+    Args:
+        stream: The request, submitted.
+        take: Waits for what the stream puts.
+    """
+
+    def __init__(
+        self, stream: RequestStream, take: Callable[[], Delta | BaseException]
+    ) -> None:
+        """Wait for nothing yet."""
+        self._stream, self._take = stream, take
+        self._ended = False
+
+    def __next__(self) -> Delta:
+        """Return the next delta; raises what ended the request."""
+        if self._ended:
+            raise StopIteration
+        item = self._take()
+        if isinstance(item, BaseException):
+            self._ended = True
+            raise item
+        self._ended = item.completion is not None
+        return item
+
+    def close(self) -> None:
+        """End the request; harmless after its end."""
+        self._ended = True
+        self._stream.abort()
+
+    def __del__(self) -> None:
+        """Close."""
+        self.close()
 
 
 def _logprobs(entries: Any) -> tuple[dict[int, float], ...] | None:

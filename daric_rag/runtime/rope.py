@@ -59,11 +59,13 @@ class RopeParameters:
         inv_freq: Angle per position and pair, float64, [rotary_dim / 2].
         rotary_dim: Leading elements of a head that turn.
         is_neox: Pairs are (i, i + rotary_dim / 2) rather than (2 i, 2 i + 1).
+        scaling: Factor on keys and queries, as of YaRN; it is in the cached keys.
     """
 
     inv_freq: tuple[float, ...]
     rotary_dim: int
     is_neox: bool
+    scaling: float = 1.0
 
 
 class Reencoder:
@@ -153,7 +155,10 @@ def rope_parameters(hf_config: Any, rotary_modules: list[Any]) -> RopeParameters
         )
     _check_table(module.cos_sin_cache, inv_freq, scaling)
     return RopeParameters(
-        tuple(inv_freq.tolist()), int(module.rotary_dim), bool(module.is_neox_style)
+        inv_freq=tuple(inv_freq.tolist()),
+        rotary_dim=int(module.rotary_dim),
+        is_neox=bool(module.is_neox_style),
+        scaling=scaling,
     )
 
 
@@ -213,6 +218,6 @@ def _check_table(table: Tensor, inv_freq: Tensor, scaling: float) -> None:
 
 def _refused(reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"this model's keys cannot be re-encoded: {reason}. Choose a model with default, "
-        f"linear, llama3 or YaRN RoPE, or run this one with vLLM alone"
+        f"this model's keys cannot be re-encoded: {reason}. Choose a model with "
+        f"default, linear, llama3 or YaRN RoPE, or run this one with vLLM alone"
     )

@@ -36,6 +36,7 @@ __all__ = [
     "check_runner",
     "check_vllm_config",
     "discard_pass",
+    "empty_step",
 ]
 
 
@@ -114,6 +115,11 @@ def discard_pass(runner: Any) -> None:
     """Drop the logits of a pass that nobody will sample from."""
     runner.execute_model_state = None
     runner.kv_connector_output = None
+
+
+def empty_step() -> SchedulerOutput:
+    """Return a step in which vLLM scheduled nothing."""
+    return SchedulerOutput.make_empty()
 
 
 class StepBuilder:

@@ -39,6 +39,14 @@ class DaricWorkerMixin:
         if isinstance(connector, DaricConnector):
             connector.bind_model(self.model_runner.get_model())
 
+    def compile_or_warm_up_model(self) -> Any:
+        """Verify the model once it can run."""
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        connector = get_kv_transfer_group()
+        if isinstance(connector, DaricConnector):
+            connector.verify_model(self.model_runner.get_model(), self._run_pass)
+        return times
+
     def daric_flush(self) -> None:
         """Return when everything computed so far is on disk."""
         self._side.store.flush()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from daric_rag.keys import Scalar, SegmentKey, model_fingerprint
 from daric_rag.plan import ChunkPlan
-from daric_rag.runtime.kv_layout import WriteSlots
+from daric_rag.runtime.kv_layout import KvLayout, WriteSlots
 from daric_rag.runtime.kv_mover import KvMover, KvShape
 from daric_rag.runtime.kv_probe import probe_layout
 from daric_rag.runtime.metadata import (
@@ -33,7 +33,7 @@ from daric_rag.runtime.metadata import (
     RequestReport,
 )
 from daric_rag.runtime.rope import Reencoder, RopeParameters, RotateFn
-from daric_rag.runtime.step_builder import StepBuilder, SubRequest
+from daric_rag.runtime.step_builder import StepBuilder, SubRequest, empty_step
 from daric_rag.runtime.vllm_api import SchedulerOutput
 from daric_rag.selection import Span, merge
 from daric_rag.steps import (
@@ -49,7 +49,7 @@ from daric_rag.steps import (
 from daric_rag.storage import TieredStore
 from daric_rag.storage.base import Record
 
-__all__ = ["WorkerSide"]
+__all__ = ["RunPass", "WorkerSide"]
 
 RunPass = Callable[[SchedulerOutput], None]
 """Runs one pass of sub-requests and drops its logits."""
@@ -97,6 +97,7 @@ class WorkerSide:
         self._limits, self._block_size = limits, block_size
         self._layers: list[Tensor] = []
         self._builder = StepBuilder()
+        self._layout: KvLayout | None = None
         self._mover: KvMover | None = None
         self._plan = StepPlan()
         self._report = DaricWorkerMetadata()
@@ -120,8 +121,8 @@ class WorkerSide:
         _, num_kv_heads, _, width = first.shape
         head_dim = width // 2
         layout = probe_layout(self._layers, head_dim, write_slots, _SPARE_BLOCK)
-        for layer in self._layers:
-            layer[_SPARE_BLOCK].zero_()
+        self._clear_spare_block()
+        self._layout = layout
         self._mover = KvMover(
             self.store,
             layout,
@@ -130,6 +131,26 @@ class WorkerSide:
             fingerprint=self._fingerprint,
             device=first.device,
         )
+
+    def cached_keys_of(self, token_ids: Sequence[int], run_pass: RunPass) -> Tensor:
+        """Run a few tokens on their own and return the keys they left in the cache.
+
+        Args:
+            token_ids: At most a block of ids.
+            run_pass: Runs a pass of sub-requests.
+
+        Returns:
+            ``[num_layers, num_tokens, num_kv_heads, head_dim]``.
+        """
+        assert self._layout is not None
+        sub = SubRequest(token_ids, 0, len(token_ids), [_SPARE_BLOCK])
+        run_pass(self._builder.alone(empty_step(), [sub], first=True))
+        first = self._layers[0]
+        shape = (len(self._layers), len(token_ids), first.shape[1], first.shape[3] // 2)
+        keys = torch.empty(shape, dtype=first.dtype, device=first.device)
+        self._layout.gather(keys, torch.empty_like(keys), [_SPARE_BLOCK], 0)
+        self._clear_spare_block()
+        return keys
 
     def prepare_step(
         self, scheduled: SchedulerOutput, run_pass: RunPass
@@ -369,6 +390,10 @@ class WorkerSide:
         # as the scheduler side would have planned it, had it known.
         num_blocks = -(-len(entry.token_ids) // self._block_size)
         return num_blocks <= len(self._plan.scratch_block_ids)
+
+    def _clear_spare_block(self) -> None:
+        for layer in self._layers:
+            layer[_SPARE_BLOCK].zero_()
 
     @property
     def _bound_mover(self) -> KvMover:

@@ -110,6 +110,13 @@ class Harness:
             self.run((chunk, QUESTION), max_tokens=1)
         self.engine.clear_prefix_cache()
 
+    def spy_tracked(self) -> dict[str, Any]:
+        """Requests that the scheduler side still knows."""
+        tracked: dict[str, Any] = self.engine._loop.call(
+            lambda e: e.engine_core.engine_core.scheduler.connector.scheduler._tracked
+        )
+        return tracked
+
     def last_cache(self, num_tokens: int) -> KVCache:
         """The blocks of the last admitted request; valid until the next request."""
         request = next(p for p in reversed(self.spy.plans) if p.requests).requests[-1]

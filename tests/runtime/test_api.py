@@ -32,7 +32,7 @@ pytestmark = pytest.mark.engine
 
 KIND = "llama-gqa-tied"
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 4096}
-LENS = (40, 70, 300, 33, 21)
+LENS = (40, 170, 300, 133, 21)
 DOCUMENTS = [
     "The ferry to the island leaves at nine in the morning.",
     "Tickets are sold at the pier, and children under six travel free. " * 6,

@@ -21,7 +21,7 @@ from tests.runtime.harness import NUM_TOKENS, Harness, check_continuation
 pytestmark = pytest.mark.engine
 
 KIND = "llama-gqa-tied"
-LENS = (37, 129, 63, 301, 32, 95, 23)
+LENS = (37, 129, 163, 301, 132, 195, 23)
 OPTIONS = {"max_tokens": NUM_TOKENS, "logprobs": 20, "ignore_eos": True}
 SEEDS = range(100, 104)
 

@@ -1,0 +1,283 @@
+"""Small buffers and a small KV cache: more passes and more waiting, the same output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from daric_rag import Completion, DaricConfig, TokenPrompt
+from daric_rag.selection import merge
+from tests.reference.dense import DenseReference
+from tests.reference.prompts import LONG_LENS, Prompt, Span, random_prompt, scenarios
+from tests.runtime.conftest import HarnessPool
+from tests.runtime.harness import Harness, check_continuation
+
+pytestmark = pytest.mark.engine
+
+KIND = "llama-gqa-tied"
+OPTIONS: dict[str, Any] = {"logprobs": 20, "ignore_eos": True}
+BLOCK_BYTES = 32 * 2048
+
+
+@contextmanager
+def more_passes(harness: Harness, least: int) -> Iterator[None]:
+    """The sub-requests inside need at least so many passes of their own."""
+    before = harness.spy.passes
+    yield
+    assert harness.spy.passes - before >= least
+
+
+# --------------------------------------------------------------------- small buffers
+
+
+@pytest.fixture(params=[(64, 4), (128, 2), (96, 32)], scope="module")
+def small(request: pytest.FixtureRequest) -> dict[str, int]:
+    num_tokens, num_seqs = request.param
+    return {"max_num_batched_tokens": num_tokens, "max_num_seqs": num_seqs}
+
+
+@pytest.fixture
+def cramped(harness_of: HarnessPool, small: dict[str, int]) -> Harness:
+    return harness_of(KIND, **small)
+
+
+@pytest.mark.parametrize("name", ["all_miss", "all_hit", "hole", "repeated"])
+def test_scenarios_in_waves(cramped: Harness, name: str) -> None:
+    scenario = next(s for s in scenarios(300) if s.name == name)
+    # Under this seed other tests of this engine store nothing: start clean.
+    prompt = shifted(scenario.prompt, name)
+    stored = [shifted(Prompt((c,)), name).chunks[0] for c in scenario.stored]
+    cramped.store(stored)
+    with more_passes(cramped, 2):
+        answer, layout = cramped.run(prompt.chunks)
+    cramped.check(answer, layout)
+
+
+def shifted(prompt: Prompt, name: str) -> Prompt:
+    """The same chunks with tokens that no other scenario has."""
+    shift = len(name) * 7
+    return Prompt(
+        tuple(tuple((t - 16 + shift) % 496 + 16 for t in c) for c in prompt.chunks)
+    )
+
+
+def test_chunks_longer_than_a_pass(cramped: Harness, small: dict[str, int]) -> None:
+    prompt = random_prompt(301, LONG_LENS)
+    longest_pass = small["max_num_batched_tokens"]
+    assert max(LONG_LENS) > 4 * longest_pass
+    with more_passes(cramped, sum(LONG_LENS[1:-1]) // longest_pass):
+        answer, layout = cramped.run(prompt.chunks)
+    cramped.check(answer, layout)
+    cramped.engine.clear_prefix_cache()
+    warm, _ = cramped.run(prompt.chunks)
+    cramped.check(warm, layout)
+    assert warm.reuse.generated_tokens == 0
+
+
+@pytest.mark.parametrize("lens", [(700, 150, 160, 20), (40, 150, 160, 500)])
+def test_long_system_prompt_and_long_question(
+    cramped: Harness, lens: tuple[int, ...]
+) -> None:
+    """Windows longer than a pass; vLLM itself cuts the last one into steps."""
+    prompt = random_prompt(302 + lens[0], lens)
+    steps = len(cramped.spy.plans)
+    with more_passes(cramped, 2):
+        answer, layout = cramped.run(prompt.chunks, max_tokens=5)
+    cramped.check(answer, layout)
+    if lens[-1] > 400:
+        assert len(cramped.spy.plans) - steps > 5 + 2
+    cramped.engine.clear_prefix_cache()
+    warm, _ = cramped.run(prompt.chunks, max_tokens=5)
+    cramped.check(warm, layout)
+    assert warm.reuse.generated_tokens == 0
+    assert warm.reuse.hit_tokens == sum(lens[:-1])
+
+
+def test_a_batch_in_waves(
+    cramped: Harness, reference_of: Callable[[str], DenseReference]
+) -> None:
+    """More requests than seats, each with more windows than seats."""
+    prompts = [random_prompt(310 + i, (30, 100, 170, 110, 90, 25)) for i in range(5)]
+    answers = cramped.engine.generate_batch(
+        [as_prompt(prompt) for prompt in prompts], max_tokens=9, **OPTIONS
+    )
+    for prompt, answer in zip(prompts, answers, strict=True):
+        cramped.check(answer, cramped.engine.layout(as_prompt(prompt)), kv=False)
+
+
+# ------------------------------------------------------------------- small KV cache
+
+
+@pytest.fixture
+def tight(harness_of: HarnessPool) -> Harness:
+    """39 blocks beside the null block: one request of full length, little more."""
+    return harness_of(KIND, max_model_len=1024, kv_cache_memory_bytes=40 * BLOCK_BYTES)
+
+
+def free_blocks(harness: Harness) -> int:
+    free: int = harness.engine._loop.call(
+        lambda vllm: pool_of(vllm).get_num_free_blocks()
+    )
+    return free
+
+
+def pool_of(vllm: Any) -> Any:
+    return scheduler_of(vllm).kv_cache_manager.block_pool
+
+
+def scheduler_of(vllm: Any) -> Any:
+    return vllm.engine_core.engine_core.scheduler
+
+
+@pytest.fixture
+def preemptions(tight: Harness, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Ids of requests that were preempted since."""
+    scheduler = tight.engine._loop.call(scheduler_of)
+    seen: list[str] = []
+    preempt = scheduler._preempt_request
+
+    def noted(request: Any, *args: Any, **options: Any) -> None:
+        seen.append(request.request_id)
+        preempt(request, *args, **options)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", noted)
+    return seen
+
+
+def check_all(
+    harness: Harness, prompts: list[Prompt], answers: list[Completion]
+) -> None:
+    for prompt, answer in zip(prompts, answers, strict=True):
+        harness.check(answer, harness.engine.layout(as_prompt(prompt)), kv=False)
+
+
+def test_the_cache_is_as_small_as_meant(tight: Harness) -> None:
+    assert free_blocks(tight) == 39
+
+
+def test_scarce_scratch_blocks(tight: Harness) -> None:
+    """Missing chunks take turns in what is left beside the request."""
+    prompt = random_prompt(320, (40, 250, 200, 260, 150, 20))
+    answer, layout = tight.run(prompt.chunks)
+    tight.check(answer, layout)
+    assert answer.reuse.generated_tokens == 250 + 200 + 260 + 150
+    assert free_blocks(tight) == 39
+
+
+def test_requests_wait_for_blocks(tight: Harness) -> None:
+    prompts = [random_prompt(330 + i, (30, 200, 150, 210, 25)) for i in range(4)]
+    answers = tight.engine.generate_batch(
+        [as_prompt(p) for p in prompts], max_tokens=21, **OPTIONS
+    )
+    check_all(tight, prompts, answers)
+    assert max(len(p.requests) for p in tight.spy.plans[-100:]) < 4
+    assert free_blocks(tight) == 39
+
+
+def test_preemption_and_resume(tight: Harness, preemptions: list[str]) -> None:
+    prompts = [random_prompt(340 + i, (20, 90, 100, 15)) for i in range(4)]
+    answers = tight.engine.generate_batch(
+        [as_prompt(p) for p in prompts], max_tokens=150, **OPTIONS
+    )
+    assert preemptions, "nothing was preempted: the test is too small"
+    check_all(tight, prompts, answers)
+    for answer in answers:
+        reuse = answer.reuse
+        assert reuse.prompt_tokens == 225
+        assert 0 <= reuse.gpu_prefix_tokens < 225
+        assert 0 <= reuse.hit_tokens <= 210
+        assert min(reuse.generated_tokens, reuse.recomputed_tokens) > 0
+    assert free_blocks(tight) == 39
+
+
+def test_preemption_beside_ordinary_requests(
+    tight: Harness,
+    preemptions: list[str],
+    reference_of: Callable[[str], DenseReference],
+) -> None:
+    import asyncio
+
+    prompts = [random_prompt(350 + i, (20, 90, 100, 15)) for i in range(4)]
+    modes = ("daric", "off", "daric", "off")
+
+    async def all_at_once() -> list[Completion]:
+        return await asyncio.gather(
+            *(
+                tight.engine.agenerate(
+                    as_prompt(p), reuse=mode, max_tokens=150, **OPTIONS
+                )
+                for p, mode in zip(prompts, modes, strict=True)
+            )
+        )
+
+    answers = asyncio.run(all_at_once())
+    assert preemptions
+    check_all(tight, prompts[::2], answers[::2])
+    reference = reference_of(KIND)
+    for prompt, answer in zip(prompts[1::2], answers[1::2], strict=True):
+        check_continuation(answer, reference.full_greedy(prompt.token_ids, 150))
+    assert free_blocks(tight) == 39
+
+
+def computed_in_place(
+    reference: DenseReference, layout: Any, spans: list[Span], num_tokens: int
+) -> Any:
+    """The reference for chunks that had to be computed in full context."""
+    windows = list(merge([*layout.windows, *spans]))
+    return reference.greedy(layout.token_ids, layout.spans, windows, num_tokens)
+
+
+def test_a_chunk_too_long_for_scratch_is_computed_in_place(
+    tight: Harness, reference_of: Callable[[str], DenseReference]
+) -> None:
+    """30 blocks for the prompt leave 9, and the long chunk needs 16."""
+    prompt = random_prompt(360, (40, 500, 250, 150, 20))
+    answer, layout = tight.run(prompt.chunks)
+    expected = computed_in_place(
+        reference_of(KIND), layout, [layout.spans[1]], len(answer.token_ids)
+    )
+    check_continuation(answer, expected)
+    assert answer.reuse.generated_tokens == 250 + 150
+    assert free_blocks(tight) == 39
+
+
+def test_a_lost_chunk_too_long_for_scratch_is_computed_in_place(
+    tight: Harness, reference_of: Callable[[str], DenseReference]
+) -> None:
+    """The scheduler side counts on the record, and the worker side cannot read it."""
+    prompt = random_prompt(361, (40, 500, 250, 150, 20))
+    tight.store([prompt.chunks[1]])
+    store = tight.spy.side.store
+    for key in list(store.keys()):  # noqa: SIM118 - a store is no mapping
+        store.delete(key)
+    answer, layout = tight.run(prompt.chunks)
+    expected = computed_in_place(
+        reference_of(KIND), layout, [layout.spans[1]], len(answer.token_ids)
+    )
+    check_continuation(answer, expected)
+    assert answer.reuse.hit_tokens == 0
+    assert free_blocks(tight) == 39
+
+
+def test_block_alignment_in_a_tight_cache(harness_of: HarnessPool) -> None:
+    harness = harness_of(
+        KIND,
+        config=DaricConfig(alignment="block"),
+        max_model_len=1024,
+        kv_cache_memory_bytes=40 * BLOCK_BYTES,
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+    )
+    prompts = [random_prompt(370 + i, (20, 90, 100, 15)) for i in range(4)]
+    answers = harness.engine.generate_batch(
+        [as_prompt(p) for p in prompts], max_tokens=130, **OPTIONS
+    )
+    check_all(harness, prompts, answers)
+    assert free_blocks(harness) == 39
+
+
+def as_prompt(prompt: Prompt) -> TokenPrompt:
+    return TokenPrompt([list(chunk) for chunk in prompt.chunks])
