@@ -18,14 +18,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from daric_rag.config import DaricConfig
 from daric_rag.errors import ConfigError, DaricError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, TaskID
 
+    from daric_rag.data import QuestionRecord
     from daric_rag.evaluation.demo import QuestionOutcome
+    from daric_rag.evaluation.terminal import Bar
     from daric_rag.evaluation.ttft_bench import BenchEngine
+    from daric_rag.evaluation.workloads import TtftShape
 
 __all__ = ["app", "main"]
 
@@ -37,13 +40,6 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Measure.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
-
-# Read by torch and vLLM when they are imported.
-_QUIET = {
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
 
 Model = Annotated[
     str,
@@ -73,50 +69,38 @@ def demo(
     store: Store = None,
     questions: Annotated[int, typer.Option(min=1, help="How many questions.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 32,
+    budget: Annotated[
+        int, typer.Option(min=1, help="Tokens recomputed per document, on average.")
+    ] = 32,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Ask questions over documents, with and without reuse, and compare."""
-    from daric_rag.evaluation.demo import Demo
+    """Ask questions over documents, with and without reuse, and compare.
+
+    A larger --budget brings answers closer to full prefill's and takes longer.
+    """
     from daric_rag.evaluation.demo_report import to_json
-    from daric_rag.evaluation.demo_view import (
-        show_intro,
-        show_question,
-        show_summary,
-    )
+    from daric_rag.evaluation.demo_view import show_intro, show_summary
     from daric_rag.evaluation.machine import machine_facts
+    from daric_rag.evaluation.terminal import json_has_stdout
     from daric_rag.evaluation.workloads import load_questions
 
     records = load_questions(data or [])[:questions]
     path = _resolved(model)
     console = _console(stderr=as_json)
-    outcomes: list[QuestionOutcome] = []
-    with _json_has_stdout(as_json), _folder(store) as (folder, described):
+    config = DaricConfig(avg_chunk_budget=budget)
+    with json_has_stdout(as_json), _folder(store) as (folder, described):
         if not as_json:
             show_intro(
                 console, model=model, store=described, num_questions=len(records)
             )
-        with _started(console, path, folder, verbose=verbose) as (
-            engine,
-            progress,
-            task,
-        ):
-
-            def on_run(situation: Any) -> None:
-                name = "warming up" if situation is None else situation.name
-                progress.update(task, description=name, advance=1)
-
-            run = Demo(engine, records, max_tokens=max_tokens, on_run=on_run)
-            progress.update(task, total=run.num_runs)
-            run.warm_up()
-            for outcome in run.run():
-                outcomes.append(outcome)
-                if not as_json:
-                    show_question(progress.console, outcome, len(outcomes))
+        with _started(console, path, folder, config, verbose) as (engine, bar):
+            outcomes = _run_demo(engine, bar, records, max_tokens, show=not as_json)
         report = {
             "model": model,
             "store": described,
             "max_tokens": max_tokens,
+            "avg_chunk_budget": budget,
             **to_json(outcomes),
             "machine": machine_facts(),
         }
@@ -148,7 +132,7 @@ def ttft(
     """
     from daric_rag.evaluation.bench_view import bench_table
     from daric_rag.evaluation.machine import machine_facts
-    from daric_rag.evaluation.ttft_bench import RUNS_PER_ROUND, TtftBench
+    from daric_rag.evaluation.terminal import json_has_stdout
     from daric_rag.evaluation.workloads import TtftShape, parse_sizes
 
     shapes = [TtftShape.of_size(size) for size in parse_sizes(sizes)]
@@ -157,29 +141,13 @@ def ttft(
             "the benchmark reads from disk too; give --store a folder, or leave it out"
         )
     path = _resolved(model)
-    rows: list[dict[str, Any]] = []
-    with (
-        _json_has_stdout(True),
-        _folder(store) as (folder, described),
-        _started(_console(stderr=True), path, folder, verbose=verbose) as (
-            engine,
-            progress,
-            task,
-        ),
-    ):
-
-        def on_run(name: str) -> None:
-            progress.update(task, description=name, advance=1)
-
-        bench = TtftBench(engine, repeats=repeats, on_run=on_run)
-        for shape in shapes:
-            bench.check(shape)
-        num_runs = (1 + (1 + repeats) * RUNS_PER_ROUND) * len(shapes)
-        progress.update(task, total=num_runs)
+    console = _console(stderr=True)
+    with json_has_stdout(True), _folder(store) as (folder, described):
         machine = machine_facts()
-        for shape in shapes:
-            rows.append(bench.measure(shape))
-            progress.console.print(bench_table(rows[-1:], repeats=repeats))
+        with _started(console, path, folder, DaricConfig(), verbose) as (engine, bar):
+            # With torch loaded, its threads are known; the load is from before.
+            machine = machine_facts() | {"load_average": machine["load_average"]}
+            rows = _run_bench(engine, bar, shapes, repeats)
     report = {
         "rows": rows,
         "repeats": repeats,
@@ -210,6 +178,45 @@ def main() -> None:
         sys.exit(1)
 
 
+def _run_demo(
+    engine: BenchEngine,
+    bar: Bar,
+    records: list[QuestionRecord],
+    max_tokens: int,
+    *,
+    show: bool,
+) -> list[QuestionOutcome]:
+    from daric_rag.evaluation.demo import Demo
+    from daric_rag.evaluation.demo_view import show_question
+
+    run = Demo(engine, records, max_tokens=max_tokens, on_run=bar.step)
+    bar.expect(run.num_runs)
+    run.warm_up()
+    outcomes: list[QuestionOutcome] = []
+    for outcome in run.run():
+        outcomes.append(outcome)
+        if show:
+            show_question(bar.console, outcome, len(outcomes))
+    return outcomes
+
+
+def _run_bench(
+    engine: BenchEngine, bar: Bar, shapes: list[TtftShape], repeats: int
+) -> list[dict[str, Any]]:
+    from daric_rag.evaluation.bench_view import bench_table
+    from daric_rag.evaluation.ttft_bench import RUNS_PER_ROUND, TtftBench
+
+    bench = TtftBench(engine, repeats=repeats, on_run=bar.step)
+    for shape in shapes:
+        bench.check(shape)
+    bar.expect((1 + (1 + repeats) * RUNS_PER_ROUND) * len(shapes))
+    rows: list[dict[str, Any]] = []
+    for shape in shapes:
+        rows.append(bench.measure(shape))
+        bar.console.print(bench_table(rows[-1:], repeats=repeats))
+    return rows
+
+
 def _resolved(model: str) -> str:
     """Return what vLLM is to load; a short name is converted on first use."""
     from daric_rag.models import resolve_model
@@ -219,22 +226,23 @@ def _resolved(model: str) -> str:
 
 @contextmanager
 def _started(
-    console: Console, model: str, store: str, *, verbose: bool
-) -> Iterator[tuple[BenchEngine, Progress, TaskID]]:
-    """Yield an engine, bars, and the one to fill; close the engine at the end."""
-    with _progress(console) as progress:
-        task = progress.add_task("starting vLLM", total=None)
-        with closing(_start_engine(model, store, verbose=verbose)) as engine:
-            yield engine, progress, task
+    console: Console, model: str, store: str, config: DaricConfig, verbose: bool
+) -> Iterator[tuple[BenchEngine, Bar]]:
+    """Yield an engine and a bar to fill; close the engine at the end."""
+    from daric_rag.evaluation.terminal import progress_bar, quiet_libraries
+
+    quiet_libraries(verbose=verbose)
+    with (
+        progress_bar(console, "starting vLLM") as bar,
+        closing(_start_engine(model, store, config)) as engine,
+    ):
+        yield engine, bar
 
 
-def _start_engine(model: str, store: str, *, verbose: bool) -> BenchEngine:
-    if not verbose:
-        for name, value in _QUIET.items():
-            os.environ.setdefault(name, value)
+def _start_engine(model: str, store: str, config: DaricConfig) -> BenchEngine:
     from daric_rag.runtime.embedded import EmbeddedEngine
 
-    return EmbeddedEngine(model, store=store)
+    return EmbeddedEngine(model, store=store, config=config)
 
 
 @contextmanager
@@ -247,52 +255,10 @@ def _folder(store: str | None) -> Iterator[tuple[str, str]]:
         yield folder, f"{folder} (temporary)"
 
 
-@contextmanager
-def _json_has_stdout(wanted: bool) -> Iterator[None]:
-    """Send what libraries print to standard output to standard error meanwhile."""
-    if not wanted:
-        yield
-        return
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
 def _console(*, stderr: bool) -> Console:
     from rich.console import Console
 
     return Console(stderr=stderr, highlight=False)
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    """Yield progress bars; where there is no terminal they stay away."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TimeElapsedColumn,
-    )
-
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description:<16}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
-        yield progress
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@
 | `demo_view`   | the demo on a terminal                                          |
 | `ttft_bench`  | TTFT of every variant, interleaved, in one engine               |
 | `bench_view`  | the benchmark on a terminal                                     |
+| `terminal`    | what both share on a terminal                                   |
 | `machine`     | what figures were measured on                                   |
 | `metrics`     | how answers are scored                                          |
 

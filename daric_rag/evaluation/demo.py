@@ -92,7 +92,7 @@ class Demo:
         engine: Must not serve anybody else meanwhile.
         records: The questions, in the order shown.
         max_tokens: Longest answer.
-        on_run: Called before each run with what it is; None before warming up.
+        on_run: Called before each run with its name.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Demo:
         records: Sequence[QuestionRecord],
         *,
         max_tokens: int,
-        on_run: Callable[[Situation | None], None] = lambda _: None,
+        on_run: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._engine, self._records = engine, records
         self._max_tokens, self._on_run = max_tokens, on_run
@@ -115,7 +115,7 @@ class Demo:
 
     def warm_up(self) -> None:
         """Ask the longest question that fits, untimed: first passes are slower."""
-        self._on_run(None)
+        self._on_run("warming up")
         fitting = [r for r in self._records if self._excess(prompt_of(r)) <= 0]
         if not fitting:
             return
@@ -147,7 +147,7 @@ class Demo:
             for situation in situations_of(record, self._pool(record)):
                 if self._excess(situation.prompt) > 0:
                     continue  # The new document is longer than the one it replaced.
-                self._on_run(situation)
+                self._on_run(situation.name)
                 namespace = f"{self._run_id}/{number}"
                 if situation.name == REORDERED:
                     self._store_all(record, namespace)

@@ -82,7 +82,7 @@ def conclusion(questions: Sequence[QuestionOutcome]) -> str:
         warm = lines[WARM]
         said.append(
             f"Once its documents are stored, a question's first token comes "
-            f"{_range(warm)} as fast as with full prefill"
+            f"{_range(warm)} sooner than with full prefill"
         )
         if REORDERED in lines:
             said[-1] += (
@@ -93,7 +93,7 @@ def conclusion(questions: Sequence[QuestionOutcome]) -> str:
         said[-1] += "."
     if COLD in lines:
         said.append(
-            f"The first time, when nothing is stored yet, it is {_range(lines[COLD])}."
+            f"The first time, when nothing is stored yet, it comes {_range(lines[COLD])}."
         )
     if broken:
         said.append(

@@ -101,9 +101,10 @@ def show_summary(console: Console, questions: Sequence[QuestionOutcome]) -> None
     console.print(Panel(Text(conclusion(questions)), border_style="green"))
     console.print(
         Text(
-            "A model of 135 million parameters is often wrong with full prefill too: "
-            "compare the rows, not the truth. Every figure is one run on this machine; "
-            "for medians at up to 7.7k tokens run: daric bench ttft",
+            "A model of 135 million parameters changes its answer easily. With a "
+            "larger --budget more of each document is recomputed: answers come closer "
+            "to full prefill's, and later. Every time above is one run on this "
+            "machine; for medians at up to 7.7k tokens run: daric bench ttft",
             style="dim",
         )
     )

@@ -97,6 +97,7 @@ class KvMover:
         chunk_start: int,
         segment_start: int,
         place_from: int,
+        place_until: int,
     ) -> None:
         """Write a segment to its place in a prompt, re-encoded.
 
@@ -106,17 +107,19 @@ class KvMover:
             chunk_start: Where the chunk starts in the prompt.
             segment_start: Where the segment starts in the chunk.
             place_from: First position that may be written.
+            place_until: Position after the last one.
         """
         start = chunk_start + segment_start
-        skip = max(0, place_from - start)
         num_tokens = record.header.num_tokens
-        if skip >= num_tokens:
+        skip = max(0, place_from - start)
+        stop = min(num_tokens, place_until - start)
+        if skip >= stop:
             return
         keys, values = self._tensors(record.payload, num_tokens)
         turned = self._reencoder.reencode_keys(self._to_device(keys), chunk_start)
         self._layout.scatter(
-            turned[:, skip:],
-            self._to_device(values)[:, skip:],
+            turned[:, skip:stop],
+            self._to_device(values)[:, skip:stop],
             block_ids,
             start + skip,
         )

@@ -143,10 +143,10 @@ def rope_parameters(hf_config: Any, rotary_modules: list[Any]) -> RopeParameters
     Raises:
         UnsupportedModelError: With the reason.
     """
-    module = _only_module(rotary_modules)
     rope_type = _rope_type(hf_config)
     if rope_type not in _SUPPORTED_TYPES:
         raise _refused(f"its RoPE type {rope_type!r} is not supported")
+    module = _only_module(rotary_modules)
     inv_freq, scaling = _frequencies(hf_config, rope_type)
     if 2 * len(inv_freq) != module.rotary_dim:
         raise _refused(

@@ -99,6 +99,8 @@ class SchedulerSide:
         self._scratch: ScratchBlocks | None = None
         # Segments that this step may save, with the chain that each of them ends.
         self._saving: dict[SegmentKey, _Chain] = {}
+        # Those of them that are saved in place, and for whom.
+        self._saving_for: dict[SegmentKey, _Tracked] = {}
         # Answers that vLLM holds already while the step's report is still to come.
         self._closing: dict[str, tuple[_Tracked, int, dict[str, Any]]] = {}
 
@@ -222,15 +224,17 @@ class SchedulerSide:
             self.index.remove(key)
         for key, nbytes in report.saved.items():
             self._index_saved(key, nbytes)
+            if key in self._saving_for:
+                self._saving_for[key].saved_tokens += self._saving[key].num_tokens
         self._saving.clear()
+        self._saving_for.clear()
+        closing = {req_id: entry[0] for req_id, entry in self._closing.items()}
         for req_id, part in report.reports.items():
-            tracked = self._tracked.get(req_id)
+            tracked = self._tracked.get(req_id) or closing.get(req_id)
             if tracked is not None:
                 tracked.report.add(part)
-            elif req_id in self._closing:
-                tracked, prompt_len, params = self._closing[req_id]
-                tracked.report.add(part)
-                params.update(encode_reuse(_stats(tracked, prompt_len)))
+        for tracked, prompt_len, params in self._closing.values():
+            params.update(encode_reuse(_stats(tracked, prompt_len)))
 
     def finish(self, request: Any) -> dict[str, Any] | None:
         """A request is over; returns its reuse counts for the client.
@@ -337,13 +341,13 @@ class SchedulerSide:
         if not ready:
             return []
         tracked.unsaved = [save for save in tracked.unsaved if save.end > done]
-        tracked.saved_tokens += sum(save.end - save.start for save in ready)
         blocks = tuple(block_ids_of(req_id))
         root = self._root(tracked.wire.config.namespace)
         for save in ready:
             num_keys = save.start // self._config.max_segment_len + 1
             chain = tracked.plan.first_keys[:num_keys]
             self._saving[save.key] = _Chain(root, chain, save.end - save.start)
+            self._saving_for[save.key] = tracked
         return [SaveStep(save.key, save.start, save.end, blocks) for save in ready]
 
 
@@ -366,11 +370,13 @@ def _stats(tracked: _Tracked, prompt_len: int) -> ReuseStats:
         load_s=report.load_s,
         generation_s=report.generation_s,
         recompute_s=report.recompute_s,
-        reason=_reason(plan, report, num_chunks),
+        reason=_reason(plan, report, num_chunks, saved),
     )
 
 
-def _reason(plan: RequestPlan, report: RequestReport, num_chunks: int) -> str:
+def _reason(
+    plan: RequestPlan, report: RequestReport, num_chunks: int, saved: int
+) -> str:
     """Say why nothing was reused, where nothing was."""
     hits = plan.contiguous_hit_len + plan.disjoint_hit_len - report.unread_tokens
     if hits > 0 or plan.gpu_prefix_len > 0:
@@ -381,4 +387,9 @@ def _reason(plan: RequestPlan, report: RequestReport, num_chunks: int) -> str:
         return "the prompt has one chunk, shorter than a segment"
     if plan.recompute_len >= plan.prompt_len:
         return "the whole prompt lies in the recompute set: its chunks are short"
-    return "no chunk was in the store yet; they are from now on"
+    if saved:
+        return "no chunk was in the store yet; they are from now on"
+    return (
+        "no chunk was in the store, and none was saved: another request did, or the "
+        "store could not"
+    )

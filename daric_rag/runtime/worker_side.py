@@ -269,6 +269,9 @@ class WorkerSide:
                 chunk_start=chunk.start,
                 segment_start=chunk.segment_span(index)[0],
                 place_from=chunk.place_from,
+                # The rest lies in the last window, which vLLM computes over as many
+                # steps as it likes, and whose blocks it allocates step by step.
+                place_until=step.hit_len,
             )
 
     # Stage 1: misses.
@@ -308,6 +311,7 @@ class WorkerSide:
                     chunk_start=0,
                     segment_start=entry.chunk.segment_span(number)[0],
                     place_from=0,
+                    place_until=len(entry.token_ids),
                 )
         for wave in batch.waves:
             step.run(

@@ -22,7 +22,7 @@ class FakeEngine:
         self.stored: set[Any] = set()
         self.cached: list[int] = []
         self.on_disk_only = False
-        self.disk_reads = 0
+        self.reads = {"host": 0, "disk": 0}
         self.calls: list[str] = []
         self.wrong = wrong
         self.closed = False
@@ -70,7 +70,7 @@ class FakeEngine:
             key = options["namespace"], layout.token_ids[chunk.start : chunk.end]
             if key in self.stored:
                 hit += chunk.end - chunk.start
-                self.disk_reads += self.on_disk_only
+                self.reads["disk" if self.on_disk_only else "host"] += 1
             elif chunk.start:
                 generated += chunk.end - chunk.start
             self.stored.add(key)
@@ -95,7 +95,8 @@ class FakeEngine:
         self.on_disk_only = True
 
     def store_stats(self) -> Any:
-        return SimpleNamespace(disk=SimpleNamespace(hits=self.disk_reads))
+        tiers = {name: SimpleNamespace(hits=n) for name, n in self.reads.items()}
+        return SimpleNamespace(**tiers)
 
     def close(self) -> None:
         self.closed = True

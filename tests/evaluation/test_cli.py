@@ -32,7 +32,7 @@ ROW_KEYS = {
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     engine = FakeEngine()
-    monkeypatch.setattr(cli, "_start_engine", lambda *_, **__: engine)
+    monkeypatch.setattr(cli, "_start_engine", lambda *_: engine)
     monkeypatch.setattr("daric_rag.models.resolve_model", lambda model: model)
     return engine
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from daric_rag import Completion, DaricConfig, EmbeddedEngine, TokenPrompt
+from daric_rag import Completion, DaricConfig, Delta, EmbeddedEngine, TokenPrompt
 from daric_rag.layout import PromptLayout
 from daric_rag.steps import StepPlan
 from tests.reference.dense import DenseReference
@@ -41,12 +43,21 @@ class Spy:
         self.worker = worker
         self.side = worker._side
         self.plans: list[StepPlan] = []
+        # Of the requests admitted so far; vLLM allocates a long last window's blocks
+        # step by step.
+        self.blocks: dict[str, list[int]] = {}
         self.passes = 0
         self._prepare = self.side.prepare_step
         self.side.prepare_step = self
 
     def __call__(self, scheduled: Any, run_pass: Any) -> Any:
-        self.plans.append(scheduled.kv_connector_metadata.plan)
+        plan = scheduled.kv_connector_metadata.plan
+        self.plans.append(plan)
+        self.blocks |= {step.req_id: list(step.block_ids) for step in plan.requests}
+        cached = scheduled.scheduled_cached_reqs
+        for req_id, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if req_id in self.blocks and req_id not in cached.resumed_req_ids and new:
+                self.blocks[req_id] += new[0]
 
         def counted(output: Any) -> None:
             self.passes += 1
@@ -117,11 +128,27 @@ class Harness:
         )
         return tracked
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is submitted inside reaches vLLM before its next step."""
+        release = threading.Event()
+        self.engine._loop._post(lambda: release.wait(30))
+        try:
+            yield
+        finally:
+            release.set()
+
+    def batch(self, prompts: Sequence[TokenPrompt], **options: Any) -> list[Completion]:
+        """Answers prompts that arrive at the same moment."""
+        with self.together():
+            streams = [self.engine.stream(prompt, **options) for prompt in prompts]
+        return [finished(stream) for stream in streams]
+
     def last_cache(self, num_tokens: int) -> KVCache:
         """The blocks of the last admitted request; valid until the next request."""
         request = next(p for p in reversed(self.spy.plans) if p.requests).requests[-1]
         return self.on_worker(
-            lambda _: self.spy.cache_of(request.block_ids, num_tokens)
+            lambda _: self.spy.cache_of(self.spy.blocks[request.req_id], num_tokens)
         )
 
     def check(
@@ -148,6 +175,13 @@ class Harness:
                 )
         expected = self.reference.decode(prefill, len(completion.token_ids))
         check_continuation(completion, expected, tolerance)
+
+
+def finished(deltas: Iterable[Delta]) -> Completion:
+    """The completion that a stream ends with."""
+    *_, last = deltas
+    assert last.completion is not None
+    return last.completion
 
 
 def check_continuation(

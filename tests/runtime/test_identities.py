@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from daric_rag import DaricConfig
-from tests.reference.prompts import head_windows, random_prompt
+from daric_rag import DaricConfig, TokenPrompt
+from tests.reference.prompts import TokenIds, head_windows, random_prompt
 from tests.runtime.harness import Harness, Tolerance, check_continuation
 
 pytestmark = pytest.mark.engine
@@ -108,8 +108,9 @@ def test_real_model(harness_of: HarnessOf, real_model: Path, alignment: str) -> 
     )
     lens = (31, 203, 129, 301, 157, 18)
     prompt = random_prompt(17, lens, vocab=40_000)
+    tolerance = _ordinary_tolerance(harness, prompt.chunks)
     cold, layout = harness.run(prompt.chunks)
-    harness.check(cold, layout)
+    harness.check(cold, layout, tolerance)
     harness.engine.clear_prefix_cache()
     hole = prompt.replaced(2, random_prompt(18, (140,), vocab=40_000).chunks[0])
     for chunks, generated in (
@@ -118,6 +119,23 @@ def test_real_model(harness_of: HarnessOf, real_model: Path, alignment: str) -> 
         (prompt.reordered([0, 3, 1, 4, 2, 5]).chunks, False),
     ):
         completion, layout = harness.run(chunks)
-        harness.check(completion, layout, Tolerance(kv=5e-4))
+        harness.check(completion, layout, tolerance)
         assert bool(completion.reuse.generated_tokens) == generated
         harness.engine.clear_prefix_cache()
+
+
+def _ordinary_tolerance(harness: Harness, chunks: Sequence[TokenIds]) -> Tolerance:
+    """2e-4 as everywhere, or twice what ordinary vLLM is off by on such a prompt.
+
+    With block alignment this model sees runs of equal padding tokens, whose keys are
+    ill-conditioned: on them float32 differs from float64 by up to 6e-4 within the
+    reference itself, and full prefill in vLLM from the reference by 8e-4.
+    """
+    layout = harness.engine.layout(TokenPrompt(chunks))
+    harness.run((layout.token_ids,), max_tokens=1)
+    found = harness.last_cache(layout.prompt_len)
+    expected = harness.reference.full_prefill(layout.token_ids).cache
+    harness.engine.clear_prefix_cache()
+    noise = float((found.keys - expected.keys).abs().max())
+    assert noise < 2e-3
+    return Tolerance(kv=max(2e-4, 2 * noise))

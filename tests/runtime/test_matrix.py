@@ -8,14 +8,14 @@ import pytest
 
 from daric_rag import DaricConfig, ReuseStats
 from tests.reference.prompts import Scenario, scenarios
-from tests.reference.tiny_models import DENSE_KINDS
+from tests.reference.tiny_models import KINDS
 from tests.runtime.harness import Harness
 
 pytestmark = pytest.mark.engine
 
 SCENARIOS = [scenario.name for scenario in scenarios(0)]
 # Alignment changes the prompt, not how a kind of model is served.
-CASES = [(kind, "exact") for kind in DENSE_KINDS] + [
+CASES = [(kind, "exact") for kind in KINDS] + [
     (kind, "block") for kind in ("llama-gqa-tied", "qwen3", "llama-rope-yarn")
 ]
 
