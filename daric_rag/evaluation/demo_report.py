@@ -93,7 +93,7 @@ def conclusion(questions: Sequence[QuestionOutcome]) -> str:
         said[-1] += "."
     if COLD in lines:
         said.append(
-            f"The first time, when nothing is stored yet, it comes {_range(lines[COLD])}."
+            f"The first time, with nothing stored yet, it comes {_range(lines[COLD])}."
         )
     if broken:
         said.append(

@@ -48,8 +48,7 @@ __all__ = ["RUNS_PER_ROUND", "VARIANTS", "BenchEngine", "TtftBench"]
 VARIANTS = ("full_prefill", "host", "disk", "cold", "full_reuse", "floor")
 """Columns of a row, each with ``_ms`` behind it."""
 
-RUNS_PER_ROUND = len(VARIANTS) + 2
-"""The variants and two streams."""
+RUNS_PER_ROUND = len(VARIANTS) + 2  # two streams
 
 _DECODE_LEN = 64
 _SEED = 1
