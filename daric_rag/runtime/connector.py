@@ -12,7 +12,7 @@ from daric_rag.runtime.metadata import DaricMetadata, DaricWorkerMetadata
 from daric_rag.runtime.rope import rope_parameters
 from daric_rag.runtime.scheduler_side import SchedulerSide
 from daric_rag.runtime.scratch import ScratchBlocks
-from daric_rag.runtime.step_builder import check_vllm_config
+from daric_rag.runtime.step_builder import RunPass, check_vllm_config
 from daric_rag.runtime.vllm_api import (
     FullAttentionSpec,
     KVConnectorBase_V1,
@@ -24,7 +24,7 @@ from daric_rag.runtime.vllm_api import (
     rotate_rows,
     write_slots_of,
 )
-from daric_rag.runtime.worker_side import RunPass, WorkerSide
+from daric_rag.runtime.worker_side import WorkerSide
 from daric_rag.steps import Limits
 from daric_rag.storage import open_probe, open_store
 from daric_rag.storage.format import payload_len_of

@@ -23,7 +23,13 @@ from torch import Tensor
 
 from daric_rag.errors import UnsupportedModelError
 
-__all__ = ["Reencoder", "RopeParameters", "RotateFn", "rope_parameters"]
+__all__ = [
+    "Reencoder",
+    "RopeParameters",
+    "RotateFn",
+    "check_rope_type",
+    "rope_parameters",
+]
 
 _SUPPORTED_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -143,9 +149,7 @@ def rope_parameters(hf_config: Any, rotary_modules: list[Any]) -> RopeParameters
     Raises:
         UnsupportedModelError: With the reason.
     """
-    rope_type = _rope_type(hf_config)
-    if rope_type not in _SUPPORTED_TYPES:
-        raise _refused(f"its RoPE type {rope_type!r} is not supported")
+    rope_type = check_rope_type(hf_config)
     module = _only_module(rotary_modules)
     inv_freq, scaling = _frequencies(hf_config, rope_type)
     if 2 * len(inv_freq) != module.rotary_dim:
@@ -162,6 +166,19 @@ def rope_parameters(hf_config: Any, rotary_modules: list[Any]) -> RopeParameters
     )
 
 
+def check_rope_type(hf_config: Any) -> str:
+    """Return the model's type of RoPE, before any of it is loaded.
+
+    Raises:
+        UnsupportedModelError: Keys of that type cannot be re-encoded.
+    """
+    parameters = getattr(hf_config, "rope_parameters", None) or {}
+    rope_type = str(parameters.get("rope_type", "default"))
+    if rope_type not in _SUPPORTED_TYPES:
+        raise _refused(f"its RoPE type {rope_type!r} is not supported")
+    return rope_type
+
+
 def _only_module(modules: list[Any]) -> Any:
     if not modules:
         raise _refused("it has no rotary position embedding")
@@ -175,11 +192,6 @@ def _only_module(modules: list[Any]) -> Any:
         if not same:
             raise _refused("its layers use different rotary position embeddings")
     return first
-
-
-def _rope_type(hf_config: Any) -> str:
-    parameters = getattr(hf_config, "rope_parameters", None) or {}
-    return str(parameters.get("rope_type", "default"))
 
 
 def _frequencies(hf_config: Any, rope_type: str) -> tuple[Tensor, float]:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from daric_rag.config import DaricConfig
-from daric_rag.engine import ReuseStats
 from daric_rag.errors import WireError
 from daric_rag.index import SegmentIndex
 from daric_rag.keys import ModelFingerprint, Scalar, SegmentKey
-from daric_rag.plan import RequestPlan, SegmentSave, plan_request
+from daric_rag.plan import RequestPlan, plan_request
 from daric_rag.runtime.identity import namespace_root
-from daric_rag.runtime.metadata import DaricWorkerMetadata, RequestReport
+from daric_rag.runtime.metadata import DaricWorkerMetadata
 from daric_rag.runtime.scratch import ScratchBlocks
+from daric_rag.runtime.tracking import SegmentChain, TrackedRequest, reuse_stats
 from daric_rag.selection import total_len
 from daric_rag.steps import Limits, RequestStep, SaveStep, StepPlan
 from daric_rag.wire import RequestWire, decode_request, encode_reuse, salt_of
@@ -27,45 +26,6 @@ logger = logging.getLogger(__name__)
 Probe = Callable[[SegmentKey], bool]
 """Whether the store has a segment that the index does not know, as when another
 process saved it, or this one before a restart."""
-
-
-@dataclass
-class _Tracked:
-    """A DARIC request from its arrival to its end.
-
-    Attributes:
-        wire: Its layout; None if it is damaged (see `reason`).
-        salt: Requests of one salt share prefix-cache blocks.
-        own_salt: Whether the salt stands for this very layout, so that the first
-            chunk's blocks are exact even where the prefix cache provides them.
-        reason: Why nothing can be reused, or "".
-        plan: Of its last admission.
-        first_plan: Of its first one, before any preemption; what the client is told.
-        unsaved: Segments of the first chunk still to be saved in place.
-        in_prefill: Whether some of its claimed prompt is not computed yet.
-        report: What its admissions took, summed.
-        saved_tokens: Written to the store for it.
-    """
-
-    wire: RequestWire | None
-    salt: str
-    own_salt: bool
-    reason: str = ""
-    plan: RequestPlan | None = None
-    first_plan: RequestPlan | None = None
-    unsaved: list[SegmentSave] = field(default_factory=list)
-    in_prefill: bool = False
-    report: RequestReport = field(default_factory=RequestReport)
-    saved_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Chain:
-    """A segment with all above it: `keys` ends with the segment's own."""
-
-    root: ModelFingerprint
-    keys: tuple[SegmentKey, ...]
-    num_tokens: int
 
 
 class SchedulerSide:
@@ -93,16 +53,16 @@ class SchedulerSide:
         self._bytes_per_token = record_bytes_per_token
         self.index = SegmentIndex()
         self._roots: dict[str, ModelFingerprint] = {}
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, TrackedRequest] = {}
         self._admitted: list[RequestStep] = []
         self._admitted_window_len = 0
         self._scratch: ScratchBlocks | None = None
         # Segments that this step may save, with the chain that each of them ends.
-        self._saving: dict[SegmentKey, _Chain] = {}
+        self._saving: dict[SegmentKey, SegmentChain] = {}
         # Those of them that are saved in place, and for whom.
-        self._saving_for: dict[SegmentKey, _Tracked] = {}
+        self._saving_for: dict[SegmentKey, TrackedRequest] = {}
         # Answers that vLLM holds already while the step's report is still to come.
-        self._closing: dict[str, tuple[_Tracked, int, dict[str, Any]]] = {}
+        self._closing: dict[str, tuple[TrackedRequest, int, dict[str, Any]]] = {}
 
     def bind_scratch(self, scratch: ScratchBlocks) -> None:
         """Take the source of scratch blocks, once vLLM has its block pool."""
@@ -122,7 +82,7 @@ class SchedulerSide:
             logger.warning("request %s is not reused: %s", request.request_id, reason)
         salt = request.cache_salt or ""
         own_salt = wire is not None and salt == salt_of(wire)
-        self._tracked[request.request_id] = _Tracked(wire, salt, own_salt, reason)
+        self._tracked[request.request_id] = TrackedRequest(wire, salt, own_salt, reason)
 
     def match(self, request: Any, gpu_prefix_len: int) -> int | None:
         """Plan a request over `gpu_prefix_len` tokens of vLLM's prefix cache.
@@ -165,7 +125,7 @@ class SchedulerSide:
             for index in range(len(chunk.keys)):
                 start, end = chunk.segment_span(index)
                 chain = chunk.keys[: index + 1]
-                self._saving[chain[-1]] = _Chain(root, chain, end - start)
+                self._saving[chain[-1]] = SegmentChain(root, chain, end - start)
         self._pool.borrow(
             request.num_tokens,
             [chunk.num_tokens for chunk in plan.chunks],
@@ -234,7 +194,7 @@ class SchedulerSide:
             if tracked is not None:
                 tracked.report.add(part)
         for tracked, prompt_len, params in self._closing.values():
-            params.update(encode_reuse(_stats(tracked, prompt_len)))
+            params.update(encode_reuse(reuse_stats(tracked, prompt_len)))
 
     def finish(self, request: Any) -> dict[str, Any] | None:
         """A request is over; returns its reuse counts for the client.
@@ -246,7 +206,7 @@ class SchedulerSide:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
-        params = encode_reuse(_stats(tracked, request.num_prompt_tokens))
+        params = encode_reuse(reuse_stats(tracked, request.num_prompt_tokens))
         self._closing[request.request_id] = (
             tracked,
             request.num_prompt_tokens,
@@ -289,7 +249,7 @@ class SchedulerSide:
             known += 1
         return known
 
-    def _must_wait(self, tracked: _Tracked, plan: RequestPlan) -> bool:
+    def _must_wait(self, tracked: TrackedRequest, plan: RequestPlan) -> bool:
         """Whether the request must not share a step with what is running.
 
         Early windows may run in passes of their own, before the pass in which another
@@ -329,7 +289,7 @@ class SchedulerSide:
     def _ready_saves(
         self,
         req_id: str,
-        tracked: _Tracked,
+        tracked: TrackedRequest,
         num_computed: int,
         block_ids_of: Callable[[str], Sequence[int]],
     ) -> list[SaveStep]:
@@ -346,50 +306,6 @@ class SchedulerSide:
         for save in ready:
             num_keys = save.start // self._config.max_segment_len + 1
             chain = tracked.plan.first_keys[:num_keys]
-            self._saving[save.key] = _Chain(root, chain, save.end - save.start)
+            self._saving[save.key] = SegmentChain(root, chain, save.end - save.start)
             self._saving_for[save.key] = tracked
         return [SaveStep(save.key, save.start, save.end, blocks) for save in ready]
-
-
-def _stats(tracked: _Tracked, prompt_len: int) -> ReuseStats:
-    wire, plan, report = tracked.wire, tracked.first_plan, tracked.report
-    num_chunks = len(wire.ends) if wire is not None else 0
-    if plan is None:
-        reason = tracked.reason or "the request ended before it was scheduled"
-        return ReuseStats(prompt_len, num_chunks=num_chunks, reason=reason)
-    saved = tracked.saved_tokens + report.saved_tokens
-    return ReuseStats(
-        prompt_tokens=prompt_len,
-        num_chunks=num_chunks,
-        gpu_prefix_tokens=plan.gpu_prefix_len,
-        contiguous_hit_tokens=plan.contiguous_hit_len - report.unread_contiguous,
-        disjoint_hit_tokens=plan.disjoint_hit_len - report.unread_disjoint,
-        generated_tokens=report.generated_tokens,
-        recomputed_tokens=plan.recompute_len,
-        saved_tokens=saved,
-        load_s=report.load_s,
-        generation_s=report.generation_s,
-        recompute_s=report.recompute_s,
-        reason=_reason(plan, report, num_chunks, saved),
-    )
-
-
-def _reason(
-    plan: RequestPlan, report: RequestReport, num_chunks: int, saved: int
-) -> str:
-    """Say why nothing was reused, where nothing was."""
-    hits = plan.contiguous_hit_len + plan.disjoint_hit_len - report.unread_tokens
-    if hits > 0 or plan.gpu_prefix_len > 0:
-        return ""
-    if report.unread_tokens:
-        return "the stored records were lost or damaged; they were generated again"
-    if num_chunks == 1 and not plan.saves and not plan.chunks:
-        return "the prompt has one chunk, shorter than a segment"
-    if plan.recompute_len >= plan.prompt_len:
-        return "the whole prompt lies in the recompute set: its chunks are short"
-    if saved:
-        return "no chunk was in the store yet; they are from now on"
-    return (
-        "no chunk was in the store, and none was saved: another request did, or the "
-        "store could not"
-    )

@@ -16,12 +16,13 @@ before the next pass. `check_runner` refuses any runner that lacks it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from daric_rag.errors import UnsupportedModelError, VllmVersionError
 from daric_rag.runtime.metadata import DaricMetadata
+from daric_rag.runtime.rope import check_rope_type
 from daric_rag.runtime.vllm_api import (
     CachedRequestData,
     NewRequestData,
@@ -29,15 +30,22 @@ from daric_rag.runtime.vllm_api import (
     SchedulerOutput,
     VllmConfig,
 )
+from daric_rag.steps import Limits
 
 __all__ = [
+    "RunPass",
     "StepBuilder",
+    "StepPasses",
     "SubRequest",
     "check_runner",
     "check_vllm_config",
     "discard_pass",
     "empty_step",
 ]
+
+
+RunPass = Callable[[SchedulerOutput], None]
+"""Runs one pass of sub-requests and drops its logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +100,22 @@ def check_vllm_config(config: VllmConfig) -> None:
         "M-RoPE": bool(model.uses_mrope),
         "MLA attention": bool(model.use_mla),
         "pooling models": model.runner_type != "generate",
+        "models without attention in every layer": bool(
+            model.is_hybrid or model.is_attention_free
+        ),
+        "sliding-window attention; where the model allows it pass "
+        "disable_sliding_window=True": _has_sliding_window(model),
     }
     for what, present in refusals.items():
         if present:
             raise UnsupportedModelError(f"daric_rag does not support {what}")
+    check_rope_type(model.hf_text_config)
+
+
+def _has_sliding_window(model: Any) -> bool:
+    wanted = getattr(model.hf_text_config, "use_sliding_window", True)
+    window = getattr(model.hf_text_config, "sliding_window", None)
+    return bool(wanted and window and not model.disable_sliding_window)
 
 
 def check_runner(runner: Any) -> None:
@@ -217,3 +237,35 @@ class StepBuilder:
             request.req_id: sub.end - sub.start
             for request, sub in zip(new_reqs, subs, strict=True)
         }
+
+
+class StepPasses:
+    """Worker process. The passes of one engine step, in order.
+
+    Args:
+        scheduled: What vLLM scheduled; not mutated.
+        run_pass: Runs one pass of sub-requests.
+        builder: Makes the passes.
+    """
+
+    def __init__(
+        self, scheduled: SchedulerOutput, run_pass: RunPass, builder: StepBuilder
+    ) -> None:
+        self.scheduled = scheduled
+        self._run_pass, self._builder = run_pass, builder
+        self._first = True
+
+    @property
+    def scheduled_size(self) -> Limits:
+        """Tokens and sequences of vLLM's own pass."""
+        num_tokens = self.scheduled.num_scheduled_tokens
+        return Limits(sum(num_tokens.values()), len(num_tokens))
+
+    def run(self, subs: Sequence[SubRequest]) -> None:
+        """Run a pass of sub-requests only."""
+        self._run_pass(self._builder.alone(self.scheduled, subs, first=self._first))
+        self._first = False
+
+    def join(self, subs: Sequence[SubRequest]) -> SchedulerOutput:
+        """Return vLLM's own pass with `subs` beside it."""
+        return self._builder.joined(self.scheduled, subs, first=self._first)

@@ -1,0 +1,97 @@
+"""One DARIC request on the scheduler side: what is known of it, and what is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from daric_rag.engine import ReuseStats
+from daric_rag.keys import ModelFingerprint, SegmentKey
+from daric_rag.plan import RequestPlan, SegmentSave
+from daric_rag.runtime.metadata import RequestReport
+from daric_rag.wire import RequestWire
+
+__all__ = ["SegmentChain", "TrackedRequest", "reuse_stats"]
+
+
+@dataclass
+class TrackedRequest:
+    """A DARIC request from its arrival to its end.
+
+    Attributes:
+        wire: Its layout; None if it is damaged (see `reason`).
+        salt: Requests of one salt share prefix-cache blocks.
+        own_salt: Whether the salt stands for this very layout, so that the first
+            chunk's blocks are exact even where the prefix cache provides them.
+        reason: Why nothing can be reused, or "".
+        plan: Of its last admission.
+        first_plan: Of its first one, before any preemption; what the client is told.
+        unsaved: Segments of the first chunk still to be saved in place.
+        in_prefill: Whether some of its claimed prompt is not computed yet.
+        report: What its admissions took, summed.
+        saved_tokens: Written to the store for it.
+    """
+
+    wire: RequestWire | None
+    salt: str
+    own_salt: bool
+    reason: str = ""
+    plan: RequestPlan | None = None
+    first_plan: RequestPlan | None = None
+    unsaved: list[SegmentSave] = field(default_factory=list)
+    in_prefill: bool = False
+    report: RequestReport = field(default_factory=RequestReport)
+    saved_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentChain:
+    """A segment with all above it: `keys` ends with the segment's own."""
+
+    root: ModelFingerprint
+    keys: tuple[SegmentKey, ...]
+    num_tokens: int
+
+
+def reuse_stats(tracked: TrackedRequest, prompt_len: int) -> ReuseStats:
+    """Return a request's reuse counts, as far as they are known by now."""
+    wire, plan, report = tracked.wire, tracked.first_plan, tracked.report
+    num_chunks = len(wire.ends) if wire is not None else 0
+    if plan is None:
+        reason = tracked.reason or "the request ended before it was scheduled"
+        return ReuseStats(prompt_len, num_chunks=num_chunks, reason=reason)
+    saved = tracked.saved_tokens + report.saved_tokens
+    return ReuseStats(
+        prompt_tokens=prompt_len,
+        num_chunks=num_chunks,
+        gpu_prefix_tokens=plan.gpu_prefix_len,
+        contiguous_hit_tokens=plan.contiguous_hit_len - report.unread_contiguous,
+        disjoint_hit_tokens=plan.disjoint_hit_len - report.unread_disjoint,
+        generated_tokens=report.generated_tokens,
+        recomputed_tokens=plan.recompute_len,
+        saved_tokens=saved,
+        load_s=report.load_s,
+        generation_s=report.generation_s,
+        recompute_s=report.recompute_s,
+        reason=_reason(plan, report, num_chunks, saved),
+    )
+
+
+def _reason(
+    plan: RequestPlan, report: RequestReport, num_chunks: int, saved: int
+) -> str:
+    """Say why nothing was reused, where nothing was."""
+    hits = plan.contiguous_hit_len + plan.disjoint_hit_len - report.unread_tokens
+    if hits > 0 or plan.gpu_prefix_len > 0:
+        return ""
+    if report.unread_tokens:
+        return "the stored records were lost or damaged; they were generated again"
+    if num_chunks == 1 and not plan.saves and not plan.chunks:
+        return "the prompt has one chunk, shorter than a segment"
+    if plan.recompute_len >= plan.prompt_len:
+        return "the whole prompt lies in the recompute set: its chunks are short"
+    if saved:
+        return "no chunk was in the store yet; they are from now on"
+    return (
+        "no chunk was in the store, and none was saved: another request did, or the "
+        "store could not"
+    )
