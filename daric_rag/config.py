@@ -132,9 +132,10 @@ def _check_choice(name: str, value: object) -> None:
 
 def _check_positive(name: str, value: object, *, unit: str, hint: str = "") -> None:
     # bool is a subclass of int, but True tokens is a mistake, not a budget of 1.
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    valid = isinstance(value, int) and not isinstance(value, bool)
+    if not valid or not 1 <= value < 1 << 62:  # type: ignore[operator]
         raise ConfigError(
-            f"{name} is {value!r}; it must be an int of at least 1 ({unit}){hint}"
+            f"{name} is {value!r:.40}; it must be an int of at least 1 ({unit}){hint}"
         )
 
 

@@ -171,6 +171,7 @@ class InputProcessor:
         reuse: ReuseMode,
         save_tail: bool = False,
         namespace: str | None = None,
+        conversation: str | None = None,
     ) -> RequestWire:
         """Return what the scheduler side has to know of a prompt.
 
@@ -180,6 +181,7 @@ class InputProcessor:
                 ordinary one and carries nothing.
             save_tail: See `RequestWire`.
             namespace: The request's tenant; None is the configuration's.
+            conversation: See `RequestWire`.
 
         Raises:
             WireError: `reuse` is something else.
@@ -193,6 +195,7 @@ class InputProcessor:
             mode=reuse,
             config=config,
             save_tail=save_tail,
+            conversation=conversation,
         )
 
     def _chunked(self, prompt: ChunkedPrompt) -> list[_Ids]:

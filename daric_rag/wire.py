@@ -23,6 +23,7 @@ from daric_rag.keys import cache_salt, chunking_id
 from daric_rag.selection import ReuseMode, Span
 
 __all__ = [
+    "MAX_CHUNKS",
     "WIRE_KEY",
     "WIRE_VERSION",
     "RequestWire",
@@ -37,6 +38,9 @@ _T = TypeVar("_T")
 
 WIRE_KEY = "daric"
 WIRE_VERSION = 1
+
+MAX_CHUNKS = 4096
+"""More would keep a scheduler busy with bookkeeping for seconds."""
 
 _POLICY_FIELDS = ("policy", "avg_chunk_budget", "initial_ratio", "mtaf", "alignment")
 
@@ -53,6 +57,9 @@ class RequestWire:
             capacities and segment length.
         save_tail: Whether a lone chunk is stored to its last token, as pre-warming
             wants it, or in full segments only.
+        conversation: Id of a template or conversation whose prompts only ever grow by
+            whole chunks; a longer prompt then still takes its earlier blocks from
+            vLLM's prefix cache. None: only an equal layout shares blocks.
     """
 
     ends: tuple[int, ...]
@@ -60,15 +67,27 @@ class RequestWire:
     mode: ReuseMode
     config: DaricConfig
     save_tail: bool = False
+    conversation: str | None = None
 
     def __post_init__(self) -> None:
         """Check what a foreign client may have got wrong."""
         if len(self.ends) != len(self.reusable) or not self.ends:
             raise WireError("a layout needs one end and one reusable flag per chunk")
+        if len(self.ends) > MAX_CHUNKS:
+            raise WireError(
+                f"the prompt has {len(self.ends)} chunks and at most {MAX_CHUNKS} are "
+                f"served; join short documents"
+            )
         if any(end <= start for start, end in self.spans):
-            raise WireError(f"chunk ends {self.ends} do not ascend from 0")
+            raise WireError(f"chunk ends {self.ends!r:.80} do not ascend from 0")
+        if len(self.ends) > 1 and self.reusable[-1]:
+            raise WireError("the last chunk is the question and is never reusable")
         if self.mode not in ("daric", "full_reuse"):
-            raise WireError(f'mode {self.mode!r} is neither "daric" nor "full_reuse"')
+            raise WireError(
+                f'mode {self.mode!r:.40} is neither "daric" nor "full_reuse"'
+            )
+        if self.conversation is not None and not isinstance(self.conversation, str):
+            raise WireError("conversation must be a str or absent")
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -90,6 +109,7 @@ def encode_request(wire: RequestWire) -> dict[str, Any]:
             "reusable": [int(flag) for flag in wire.reusable],
             "mode": wire.mode,
             "save_tail": int(wire.save_tail),
+            "conversation": wire.conversation,
             "namespace": wire.config.namespace,
             **wire.config.policy_fields(),
         }
@@ -122,25 +142,23 @@ def decode_request(params: Mapping[str, Any] | None) -> RequestWire | None:
             mode=entry["mode"],
             config=config,
             save_tail=_flags([entry["save_tail"]])[0],
+            conversation=entry["conversation"],
         )
     except (KeyError, ConfigError) as error:
         raise WireError(f"a request's layout is damaged: {error}") from error
 
 
-def salt_of(wire: RequestWire, conversation: str | None = None) -> str:
+def salt_of(wire: RequestWire) -> str:
     """Return the cache salt that keeps a request's approximate blocks apart.
 
-    Args:
-        wire: The request.
-        conversation: Id of a template or conversation whose prompts only ever grow by
-            whole chunks; a longer prompt then still takes its earlier blocks from the
-            prefix cache. None: only equal chunks, as reusable as each other, share.
+    A server serves no request with another salt: who could choose it freely could
+    pass off the blocks of one layout as those of another.
     """
-    if conversation is None:
+    if wire.conversation is None:
         flags = "".join(str(int(flag)) for flag in wire.reusable)
-        chunking = f"{chunking_id(wire.spans)}.{flags}"
+        chunking = f"layout:{chunking_id(wire.spans)}.{flags}"
     else:
-        chunking = conversation
+        chunking = f"conversation:{wire.conversation}"
     return cache_salt(
         wire.config.namespace,
         wire.config.policy_fields() | {"mode": wire.mode},

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from daric_rag.config import DaricConfig
 from daric_rag.errors import UnsupportedModelError
-from daric_rag.runtime.gate import NUM_GATE_TOKENS, check_cached_keys, watch_keys
+from daric_rag.runtime.gate import MAX_GATE_TOKENS, check_cached_keys
 from daric_rag.runtime.identity import model_fields
 from daric_rag.runtime.metadata import DaricMetadata, DaricWorkerMetadata
 from daric_rag.runtime.rope import rope_parameters
@@ -33,6 +34,9 @@ __all__ = ["CONFIG_KEY", "STORE_KEY", "DaricConnector"]
 
 CONFIG_KEY = "daric_config"
 STORE_KEY = "daric_store"
+
+# Any will do: vocabularies begin with special tokens and bytes.
+_GATE_TOKEN = 7
 
 
 class DaricConnector(KVConnectorBase_V1):
@@ -62,11 +66,13 @@ class DaricConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.SCHEDULER:
             num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
             shape = (num_layers, 1, spec.num_kv_heads, spec.head_size)
+            self._probe = open_probe(store)
             self.scheduler = SchedulerSide(
                 config,
                 fields,
                 limits,
-                probe=open_probe(store).contains,
+                probe=self._probe.contains,
+                index_bytes=config.host_bytes + config.disk_bytes,
                 record_bytes_per_token=payload_len_of(shape, _name(spec.dtype)),
             )
         else:
@@ -80,25 +86,25 @@ class DaricConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Take the layers' tensors, in order of layers."""
         names = sorted(kv_caches, key=extract_layer_index)
-        self.worker.register_layers([kv_caches[name] for name in names])
-        self._layers = [kv_caches[name] for name in names]
+        self._kv_caches = {name: kv_caches[name] for name in names}
+        self.worker.register_layers(list(self._kv_caches.values()))
 
     def bind_model(self, model: Any) -> None:
         """Bind the worker side to the loaded model."""
         hf_config = self._vllm_config.model_config.hf_text_config
         self._rope = rope_parameters(hf_config, rotary_modules(model))
         self.worker.bind_model(
-            self._rope, rotate_rows, write_slots_of(self._vllm_config, self._layers)
+            self._rope,
+            rotate_rows,
+            write_slots_of(self._vllm_config, self._kv_caches),
         )
 
-    def verify_model(self, model: Any, run_pass: RunPass) -> None:
+    def verify_model(self, run_pass: RunPass) -> None:
         """Refuse a model whose cached keys are not what re-encoding assumes."""
-        vocab_size = self._vllm_config.model_config.get_vocab_size()
-        token_ids = [(7 * i + 3) % vocab_size for i in range(NUM_GATE_TOKENS)]
-        with watch_keys(rotary_modules(model)) as calls:
-            keys = self.worker.cached_keys_of(token_ids, run_pass)
-        architectures = self._vllm_config.model_config.architectures
-        check_cached_keys(calls, keys, self._rope, architectures)
+        block_size = _only_spec(self._kv_cache_config).block_size
+        token_ids = [_GATE_TOKEN] * min(MAX_GATE_TOKENS, block_size)
+        keys = self.worker.cached_keys_of(token_ids, run_pass)
+        check_cached_keys(keys, self._rope)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to do: the step's loads are placed before its first pass."""
@@ -112,10 +118,14 @@ class DaricConnector(KVConnectorBase_V1):
         """Nothing to do: segments are saved whole."""
 
     def wait_for_save(self) -> None:
-        """Finish the step; passes of sub-requests have an empty plan."""
+        """Finish the step; passes of sub-requests have an empty plan.
+
+        vLLM asks in a ``finally``, so also after a pass that failed. What such a pass
+        left in the blocks is nobody's KV and must not be saved.
+        """
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, DaricMetadata)
-        if metadata.is_step:
+        if metadata.is_step and sys.exception() is None:
             self.worker.finish_step()
 
     def build_connector_worker_meta(self) -> DaricWorkerMetadata | None:
@@ -129,7 +139,12 @@ class DaricConnector(KVConnectorBase_V1):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Take the pool that scratch blocks are borrowed from."""
         spec = _only_spec(self._kv_cache_config)
-        self.scheduler.bind_scratch(ScratchBlocks(gpu_block_pool, spec.block_size))
+        scheduler = self._vllm_config.scheduler_config
+        self.scheduler.bind_scratch(
+            ScratchBlocks(
+                gpu_block_pool, spec.block_size, scheduler.max_num_batched_tokens
+            )
+        )
 
     def on_new_request(self, request: Any) -> None:
         """Take notice of a request."""
@@ -167,11 +182,11 @@ class DaricConnector(KVConnectorBase_V1):
         return DaricMetadata(self.scheduler.build_step(after, block_ids_of), True)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Learn what the worker did, at the end of every step."""
-        self.scheduler.end_step()
+        """Learn what the worker did, at the end of every step that ran a pass."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, DaricWorkerMetadata):
             self.scheduler.take_report(report)
+        self.scheduler.end_step()
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -184,9 +199,11 @@ class DaricConnector(KVConnectorBase_V1):
         return True
 
     def shutdown(self) -> None:
-        """Close the store, on the worker's half."""
+        """Close what this half holds open."""
         if self.role is KVConnectorRole.WORKER:
             self.worker.close()
+        else:
+            self._probe.close()
 
 
 def _only_spec(kv_cache_config: Any) -> Any:

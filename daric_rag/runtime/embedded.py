@@ -114,18 +114,7 @@ class EmbeddedEngine:
     ) -> list[Completion]:
         """Answer several prompts, batched by the engine; in their order."""
         checked = _options(options)
-        submissions = [self._submission(prompt, checked) for prompt in prompts]
-        sinks: list[queue.SimpleQueue[Delta | BaseException]] = []
-        handles = []
-        for submission in submissions:
-            sinks.append(queue.SimpleQueue())
-            handles.append(self._submit(submission, sinks[-1].put))
-        try:
-            return [_last(sink) for sink in sinks]
-        except BaseException:
-            for handle in handles:
-                handle.abort()
-            raise
+        return self._complete([self._submission(prompt, checked) for prompt in prompts])
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[Delta]:
         """Answer one prompt piece by piece; closing the iterator aborts."""
@@ -185,11 +174,7 @@ class EmbeddedEngine:
             )
             for text in dict.fromkeys(texts)
         ]
-        sinks: list[queue.SimpleQueue[Delta | BaseException]] = []
-        for submission in submissions:
-            sinks.append(queue.SimpleQueue())
-            self._submit(submission, sinks[-1].put)
-        completions = [_last(sink) for sink in sinks]
+        completions = self._complete(submissions)
         return sum(completion.reuse.saved_tokens > 0 for completion in completions)
 
     def flush(self) -> None:
@@ -215,6 +200,20 @@ class EmbeddedEngine:
         """Flush the store, stop the engine, release memory; harmless when repeated."""
         self._finalizer()
 
+    def _complete(self, submissions: Sequence[Submission]) -> list[Completion]:
+        """Run requests together; if one fails, or the caller leaves, none runs on."""
+        sinks: list[queue.SimpleQueue[Delta | BaseException]] = []
+        handles: list[RequestStream] = []
+        try:
+            for submission in submissions:
+                sinks.append(queue.SimpleQueue())
+                handles.append(self._submit(submission, sinks[-1].put))
+            return [_last(sink) for sink in sinks]
+        except BaseException:
+            for handle in handles:
+                handle.abort()
+            raise
+
     def _submission(self, prompt: Prompt, options: GenerationOptions) -> Submission:
         return self._finish(self._processor.layout(prompt), options)
 
@@ -238,6 +237,7 @@ class EmbeddedEngine:
                 reuse=options.reuse,
                 save_tail=save_tail,
                 namespace=options.namespace,
+                conversation=options.conversation,
             )
         return Submission(layout, wire, options)
 

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -194,14 +195,15 @@ class EngineLoop:
         salt = None
         if submission.wire is not None:
             params.extra_args = {"kv_transfer_params": encode_request(submission.wire)}
-            salt = salt_of(submission.wire, submission.options.conversation)
+            salt = salt_of(submission.wire)
         prompt = tokens_input(list(submission.layout.token_ids), cache_salt=salt)
         self.facts.engine.add_request(request_id, prompt, params)
 
     def _abort(self, request_id: str) -> None:
         stream = self._streams.pop(request_id, None)
         if stream is not None:
-            stream.done = True
+            # Somebody may wait for it in another thread.
+            stream.fail(EngineClosedError("the request was aborted by its client"))
             self.facts.engine.abort_request([request_id])
 
     def _end_streams(self) -> None:
@@ -221,9 +223,12 @@ class EngineLoop:
         """Answer what arrived while the loop was ending."""
         while True:
             try:
-                self._inbox.get_nowait()()
+                command = self._inbox.get_nowait()
             except queue.Empty:
                 break
+            # One that fails must not keep the others' callers waiting.
+            with suppress(Exception):
+                command()
         self._end_streams()
 
 

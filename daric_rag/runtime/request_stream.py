@@ -140,6 +140,8 @@ class DeltaIterator(Iterator[Delta]):
         if self._ended:
             raise StopIteration
         item = self._take()
+        if self._ended:  # closed by another thread meanwhile
+            raise StopIteration
         if isinstance(item, BaseException):
             self._ended = True
             raise item

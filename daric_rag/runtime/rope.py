@@ -65,13 +65,11 @@ class RopeParameters:
         inv_freq: Angle per position and pair, float64, [rotary_dim / 2].
         rotary_dim: Leading elements of a head that turn.
         is_neox: Pairs are (i, i + rotary_dim / 2) rather than (2 i, 2 i + 1).
-        scaling: Factor on keys and queries, as of YaRN; it is in the cached keys.
     """
 
     inv_freq: tuple[float, ...]
     rotary_dim: int
     is_neox: bool
-    scaling: float = 1.0
 
 
 class Reencoder:
@@ -162,7 +160,6 @@ def rope_parameters(hf_config: Any, rotary_modules: list[Any]) -> RopeParameters
         inv_freq=tuple(inv_freq.tolist()),
         rotary_dim=int(module.rotary_dim),
         is_neox=bool(module.is_neox_style),
-        scaling=scaling,
     )
 
 

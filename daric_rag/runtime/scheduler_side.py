@@ -36,6 +36,8 @@ class SchedulerSide:
         fields: What the model's KV depends on, without the namespace.
         limits: Of one forward pass.
         probe: Asks the store about segments that the index does not know.
+        index_bytes: Bytes of records that the store can hold: what the index knows
+            beyond that is long gone.
         record_bytes_per_token: Of a record, for the index's account.
     """
 
@@ -46,16 +48,17 @@ class SchedulerSide:
         limits: Limits,
         *,
         probe: Probe,
+        index_bytes: int,
         record_bytes_per_token: int,
     ) -> None:
         self._config, self._fields, self._limits = config, fields, limits
-        self._probe = probe
+        self._probe, self._index_bytes = probe, index_bytes
         self._bytes_per_token = record_bytes_per_token
         self.index = SegmentIndex()
         self._roots: dict[str, ModelFingerprint] = {}
         self._tracked: dict[str, TrackedRequest] = {}
         self._admitted: list[RequestStep] = []
-        self._admitted_window_len = 0
+        self._admitted_window_len = self._admitted_missing_len = 0
         self._scratch: ScratchBlocks | None = None
         # Segments that this step may save, with the chain that each of them ends.
         self._saving: dict[SegmentKey, SegmentChain] = {}
@@ -78,10 +81,13 @@ class SchedulerSide:
             reason = self._refusal(wire, request)
         except WireError as error:
             wire, reason = None, str(error)
+        except Exception:
+            # Whatever a foreign client sent: its request is answered without reuse.
+            wire, reason = None, "the layout could not be read"
         if reason:
             logger.warning("request %s is not reused: %s", request.request_id, reason)
         salt = request.cache_salt or ""
-        own_salt = wire is not None and salt == salt_of(wire)
+        own_salt = wire is not None and wire.conversation is None
         self._tracked[request.request_id] = TrackedRequest(wire, salt, own_salt, reason)
 
     def match(self, request: Any, gpu_prefix_len: int) -> int | None:
@@ -92,7 +98,10 @@ class SchedulerSide:
             the next step. Changes nothing but the request's own pending plan.
         """
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.reason or tracked.wire is None:
+        if tracked is None:
+            return 0
+        tracked.in_prefill, tracked.plan = False, None
+        if tracked.reason or tracked.wire is None:
             return 0
         root = self._root(tracked.wire.config.namespace)
         plan = plan_request(
@@ -101,7 +110,7 @@ class SchedulerSide:
             gpu_prefix_len=gpu_prefix_len,
             root=root,
             max_segment_len=self._config.max_segment_len,
-            max_generated_len=self._pool.max_generated_len(request.num_tokens),
+            max_generated_len=self._pool.max_generated_len(tracked.wire.prompt_len),
             match=lambda keys: self._match(root, keys),
         )
         chunk_lens = [chunk.num_tokens for chunk in plan.chunks]
@@ -115,7 +124,10 @@ class SchedulerSide:
     def admit(self, request: Any, block_ids: Sequence[int]) -> None:
         """A planned request got its blocks and runs in this step."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.plan is None or tracked.wire is None:
+        if tracked is None:
+            return
+        tracked.in_prefill = True
+        if tracked.plan is None or tracked.wire is None:
             return
         plan = tracked.plan
         root = self._root(tracked.wire.config.namespace)
@@ -137,8 +149,8 @@ class SchedulerSide:
         # everybody's.
         exact = tracked.own_salt or plan.gpu_prefix_len == 0
         tracked.unsaved = list(plan.saves) if exact else []
-        tracked.in_prefill = True
         self._admitted_window_len += total_len(plan.early_windows)
+        self._admitted_missing_len += plan.missing_len
         self._admitted.append(
             RequestStep(
                 req_id=request.request_id,
@@ -164,19 +176,25 @@ class SchedulerSide:
         saves: list[SaveStep] = []
         for req_id, num_computed in computed_after.items():
             tracked = self._tracked.get(req_id)
-            if tracked is None or tracked.plan is None or not tracked.in_prefill:
+            if tracked is None or not tracked.in_prefill:
                 continue
-            saves += self._ready_saves(req_id, tracked, num_computed, block_ids_of)
-            tracked.in_prefill = num_computed < tracked.plan.prompt_len
+            if tracked.plan is not None:
+                saves += self._ready_saves(req_id, tracked, num_computed, block_ids_of)
+                tracked.in_prefill = num_computed < tracked.plan.prompt_len
+            elif tracked.wire is not None:
+                tracked.in_prefill = num_computed < tracked.wire.prompt_len
         scratch = self._pool.block_ids
         plan = StepPlan(tuple(self._admitted), tuple(saves), scratch)
-        self._admitted, self._admitted_window_len = [], 0
+        self._admitted = []
+        self._admitted_window_len = self._admitted_missing_len = 0
         self._closing.clear()
         return plan
 
     def end_step(self) -> None:
-        """The step has run; its scratch blocks are free again."""
+        """The step has run and reported; nothing of it is left to wait for."""
         self._pool.give_back()
+        self._saving.clear()
+        self._saving_for.clear()
 
     def take_report(self, report: DaricWorkerMetadata) -> None:
         """Learn what the worker really saved, missed and spent."""
@@ -186,8 +204,6 @@ class SchedulerSide:
             self._index_saved(key, nbytes)
             if key in self._saving_for:
                 self._saving_for[key].saved_tokens += self._saving[key].num_tokens
-        self._saving.clear()
-        self._saving_for.clear()
         closing = {req_id: entry[0] for req_id, entry in self._closing.items()}
         for req_id, part in report.reports.items():
             tracked = self._tracked.get(req_id) or closing.get(req_id)
@@ -230,9 +246,10 @@ class SchedulerSide:
         if request.skip_reading_prefix_cache:
             # vLLM zeroes the external hit of such a request after it was planned.
             return "prompt log-probabilities need every prompt token to be computed"
-        if not request.cache_salt:
-            # Its approximate blocks would be served to ordinary requests.
-            return "the request has no cache_salt; use wire.salt_of"
+        if request.cache_salt != salt_of(wire):
+            # Its approximate blocks would be served to ordinary requests, or to
+            # requests that take them for what they are not.
+            return "its cache_salt is not that of its layout; use wire.salt_of"
         return ""
 
     def _root(self, namespace: str) -> ModelFingerprint:
@@ -247,28 +264,31 @@ class SchedulerSide:
             nbytes = [n * self._bytes_per_token for n in lens]
             self.index.insert(root, keys[: known + 1], lens, nbytes)
             known += 1
+            self._bound_index()
         return known
 
     def _must_wait(self, tracked: TrackedRequest, plan: RequestPlan) -> bool:
         """Whether the request must not share a step with what is running.
 
+        A step generates at most about as much as one pass holds, unless one request
+        alone wants more: running requests wait for it.
+
         Early windows may run in passes of their own, before the pass in which another
         request fills the blocks that they attend to. That needs the same salt, and a
         shared prefix that reaches into the other's last window.
         """
+        limit = self._limits.max_num_tokens
         window_len = total_len(plan.early_windows)
-        if window_len == 0:
-            return False
         if self._admitted and (
-            self._admitted_window_len + window_len > self._limits.max_num_tokens
+            self._admitted_missing_len + plan.missing_len > limit
+            or self._admitted_window_len + window_len > limit
         ):
             return True
-        return any(
+        return window_len > 0 and any(
             other.in_prefill
             and other is not tracked
             and other.salt == tracked.salt
-            and other.plan is not None
-            and plan.gpu_prefix_len > other.plan.hit_len
+            and plan.gpu_prefix_len > other.filled_from
             for other in self._tracked.values()
         )
 
@@ -285,6 +305,12 @@ class SchedulerSide:
             self.index.insert(
                 chain.root, chain.keys, [*lens, chain.num_tokens], [*sizes, nbytes]
             )
+            self._bound_index()
+
+    def _bound_index(self) -> None:
+        excess = self.index.nbytes - self._index_bytes
+        if excess > 0:
+            self.index.evict(excess)
 
     def _ready_saves(
         self,

@@ -17,11 +17,14 @@ class ScratchBlocks:
     Args:
         pool: vLLM's block pool.
         block_size: Tokens per block.
+        tokens_per_pass: Most tokens of one forward pass.
     """
 
-    def __init__(self, pool: Any, block_size: int) -> None:
+    def __init__(self, pool: Any, block_size: int, tokens_per_pass: int) -> None:
         """Borrow nothing yet."""
         self._pool, self._block_size = pool, block_size
+        # A block per chunk may be filled only partly.
+        self._per_pass = 2 * -(-tokens_per_pass // block_size)
         self._borrowed: list[Any] = []
         # One block is vLLM's null block.
         self._capacity = pool.num_gpu_blocks - 1
@@ -58,7 +61,9 @@ class ScratchBlocks:
             missing_lens: Of those to generate.
         """
         least = self._longest(chunk_lens, num_tokens)
-        wanted = max(least, sum(map(self._blocks, missing_lens)))
+        # More than one pass computes would only push others out of the prefix cache.
+        useful = min(sum(map(self._blocks, missing_lens)), self._per_pass)
+        wanted = max(least, useful)
         num_blocks = min(wanted, self._pool.get_num_free_blocks())
         self._borrowed += self._pool.get_new_blocks(num_blocks)
 

@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from daric_rag.errors import UnsupportedModelError, VllmVersionError
 from daric_rag.runtime.metadata import DaricMetadata
 from daric_rag.runtime.rope import check_rope_type
@@ -132,7 +134,13 @@ def check_runner(runner: Any) -> None:
 
 
 def discard_pass(runner: Any) -> None:
-    """Drop the logits of a pass that nobody will sample from."""
+    """Drop the logits of a pass that nobody will sample from.
+
+    Sampling is also where the runner waits for its device. Without it the next pass
+    would refill pinned input buffers that are still being copied from.
+    """
+    if runner.device.type != "cpu":
+        torch.accelerator.synchronize()
     runner.execute_model_state = None
     runner.kv_connector_output = None
 
@@ -217,7 +225,9 @@ class StepBuilder:
 
     def _new_request(self, sub: SubRequest) -> NewRequestData:
         # One id more than is computed makes it a partial prefill.
-        prompt = [*sub.token_ids[: sub.end], 0]
+        prompt = [*sub.token_ids[: sub.end + 1]]
+        if len(prompt) == sub.end:
+            prompt.append(0)
         return NewRequestData(
             req_id=f"daric-sub-{next(self._serial)}",
             prompt_token_ids=prompt,

@@ -20,8 +20,9 @@ class TrackedRequest:
     Attributes:
         wire: Its layout; None if it is damaged (see `reason`).
         salt: Requests of one salt share prefix-cache blocks.
-        own_salt: Whether the salt stands for this very layout, so that the first
-            chunk's blocks are exact even where the prefix cache provides them.
+        own_salt: Whether the salt stands for this very layout, not for a
+            conversation, so that the first chunk's blocks are exact even where the
+            prefix cache provides them.
         reason: Why nothing can be reused, or "".
         plan: Of its last admission.
         first_plan: Of its first one, before any preemption; what the client is told.
@@ -41,6 +42,11 @@ class TrackedRequest:
     in_prefill: bool = False
     report: RequestReport = field(default_factory=RequestReport)
     saved_tokens: int = 0
+
+    @property
+    def filled_from(self) -> int:
+        """First position that vLLM's own passes compute, maybe over several steps."""
+        return self.plan.hit_len if self.plan is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +70,11 @@ def reuse_stats(tracked: TrackedRequest, prompt_len: int) -> ReuseStats:
         prompt_tokens=prompt_len,
         num_chunks=num_chunks,
         gpu_prefix_tokens=plan.gpu_prefix_len,
-        contiguous_hit_tokens=plan.contiguous_hit_len - report.unread_contiguous,
-        disjoint_hit_tokens=plan.disjoint_hit_len - report.unread_disjoint,
+        # The report sums all admissions, the plan is the first one's.
+        contiguous_hit_tokens=max(
+            0, plan.contiguous_hit_len - report.unread_contiguous
+        ),
+        disjoint_hit_tokens=max(0, plan.disjoint_hit_len - report.unread_disjoint),
         generated_tokens=report.generated_tokens,
         recomputed_tokens=plan.recompute_len,
         saved_tokens=saved,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from daric_rag.errors import VllmVersionError
+from daric_rag.errors import UnsupportedModelError, VllmVersionError
 
 __all__ = [
     "SUPPORTED_VERSION",
@@ -166,43 +166,27 @@ def rotate_rows(
     ops.rotary_embedding(positions, rows, None, head_dim, cos_sin, is_neox)
 
 
-def write_slots_of(vllm_config: VllmConfig, layers: list[Any]) -> WriteSlots:
-    """Return the platform's operator that writes keys and values into slots.
+def write_slots_of(config: VllmConfig, kv_caches: dict[str, Any]) -> WriteSlots:
+    """Return the attention kernel's own way of writing keys and values into slots.
 
     Args:
-        vllm_config: The engine's configuration.
-        layers: The layers' cache tensors, each
-            ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``.
+        config: The engine's configuration, which knows the loaded layers.
+        kv_caches: Cache tensors by layer name, in order of layers.
+
+    Raises:
+        UnsupportedModelError: The attention backend writes its cache only while it
+            attends, so that its layout cannot be probed.
     """
-    if current_platform.is_cpu():
-        return _cpu_write_slots(layers)
-    return _gpu_write_slots(layers)
+    layers = config.compilation_config.static_forward_context
+    names = list(kv_caches)
+    if not hasattr(layers[names[0]].impl, "do_kv_cache_update"):
+        raise UnsupportedModelError(
+            f"the attention backend {type(layers[names[0]].impl).__name__} cannot be "
+            f"probed for its cache layout; choose another attention_backend"
+        )
 
-
-def _cpu_write_slots(layers: list[Any]) -> WriteSlots:
-    from vllm import _custom_ops as ops
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    _, _, block_size, width = layers[0].shape
-    isa = _get_attn_isa(layers[0].dtype, block_size, width // 2)
-
-    def write(layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        cache = layers[layer]
-        num_blocks, num_heads, size, _ = cache.shape
-        halves = cache.view(num_blocks, num_heads, 2 * size, -1).chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(keys, values, *halves, slots, isa)
-
-    return write
-
-
-def _gpu_write_slots(layers: list[Any]) -> WriteSlots:
-    import torch
-
-    def write(layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        # Not the kernel's operator, whose signature differs between backends: the
-        # GPU layout is taken from the cache's declared shape.
-        size = layers[layer].shape[2]
-        both = torch.cat((keys, values), dim=-1)
-        layers[layer][slots // size, :, slots % size] = both
+    def write(index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        layer, cache = layers[names[index]], kv_caches[names[index]]
+        layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
 
     return write

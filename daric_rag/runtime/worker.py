@@ -44,7 +44,7 @@ class DaricWorkerMixin:
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         connector = get_kv_transfer_group()
         if isinstance(connector, DaricConnector):
-            connector.verify_model(self.model_runner.get_model(), self._run_pass)
+            connector.verify_model(self._run_pass)
         return times
 
     def daric_flush(self) -> None:

@@ -200,6 +200,8 @@ def _claim(directory: Path) -> None:
             "a new folder"
         )
     if not marker.exists():
+        # An empty folder that somebody made beforehand may be open to all.
+        directory.chmod(0o700)
         marker.write_text(_MARKER_TEXT, encoding="ascii")
 
 

@@ -45,7 +45,7 @@ class WriteBehind:
         self._pending_bytes = 0
         self._writing: bytes | None = None
         self._failures = 0
-        self._closing = False
+        self._closing = self._congested = False
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
 
@@ -72,10 +72,15 @@ class WriteBehind:
                 raise StoreError("the store is closed: open it again to write")
             if record.key in self._pending:
                 return True
+            # Once somebody has waited in vain, nobody does until there is room again:
+            # a request of a hundred segments must not pay for a slow disk each time.
             if not self._changed.wait_for(
-                lambda: self._has_room_for(record), timeout=timeout_s
+                lambda: self._has_room_for(record),
+                timeout=0 if self._congested else timeout_s,
             ):
+                self._congested = True
                 return False
+            self._congested = False
             self._pending[record.key] = record
             self._pending_bytes += record.record_bytes
             if self._thread is None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from daric_rag.config import DaricConfig
 from daric_rag.engine import ReuseStats
 from daric_rag.errors import WireError
+from daric_rag.keys import chunking_id
 from daric_rag.wire import (
     WIRE_KEY,
     WIRE_VERSION,
@@ -42,10 +43,15 @@ def wires(draw):
     )
     return RequestWire(
         ends=tuple(sum(lengths[: i + 1]) for i in range(len(lengths))),
-        reusable=tuple(draw(st.booleans()) for _ in lengths),
+        # Of several chunks the last one is the question.
+        reusable=(
+            *(draw(st.booleans()) for _ in lengths[1:]),
+            len(lengths) == 1 and draw(st.booleans()),
+        ),
         mode=draw(st.sampled_from(["daric", "full_reuse"])),
         config=config,
         save_tail=draw(st.booleans()),
+        conversation=draw(st.none() | st.text()),
     )
 
 
@@ -83,17 +89,20 @@ BAD_FIELDS = {
     "ends": [
         *([], None, 9, "379", {"3": 7}, [3, 7], [3, 7, 9, 11]),
         *([3, 3, 9], [7, 3, 9], [0, 7, 9], [-1, 7, 9]),
+        list(range(1, 4098)),
         *([3, 7.0, 9], [True, 7, 9], [3, "7", 9], [3, None, 9], [[3], 7, 9]),
     ],
     "reusable": [
         *([], None, 1, "110", [1, 1], [1, 1, 0, 0]),
         *([1, 2, 0], [1, -1, 0], [1, 1.0, 0], [1, "1", 0], [True, True, False]),
+        [1, 1, 1],
     ],
     "mode": ["off", "", None, 1, True, ["daric"], {"daric": 1}],
+    "conversation": [1, True, [], {}, 1.5, ["talk"]],
     "save_tail": [2, -1, None, "0", 1.0, [], True],
     "namespace": ["", None, 5, ["tenant"]],
     "policy": ["best", "", None, 1, ["daric"], {}],
-    "avg_chunk_budget": [0, -1, 1.5, "32", None, True, [32]],
+    "avg_chunk_budget": [10**400, 0, -1, 1.5, "32", None, True, [32]],
     "initial_ratio": [0, 0.0, 1.0, 1, -0.1, "0.1", None, True, [0.1], float("nan")],
     "mtaf": ["square", "", None, 1, ["linear"]],
     "alignment": ["", "page", None, 1, ["exact"]],
@@ -215,7 +224,25 @@ def test_what_changes_the_kv_changes_the_salt(change):
 
 def test_a_conversation_shares_its_salt_as_it_grows():
     longer = replace(WIRE, ends=(3, 7, 12, 14), reusable=(True, True, True, False))
-    assert salt_of(longer, "talk") == salt_of(WIRE, "talk")
-    assert salt_of(WIRE, "talk") != salt_of(WIRE, "other talk")
+    talk = replace(WIRE, conversation="talk")
+    assert salt_of(replace(longer, conversation="talk")) == salt_of(talk)
+    assert salt_of(talk) != salt_of(replace(WIRE, conversation="other talk"))
     assert salt_of(longer) != salt_of(WIRE)
-    assert salt_of(replace(WIRE, mode="full_reuse"), "talk") != salt_of(WIRE, "talk")
+    assert salt_of(replace(talk, mode="full_reuse")) != salt_of(talk)
+
+
+def test_no_conversation_can_take_a_layouts_salt():
+    """Whoever names a conversation like a layout's digest still stays apart."""
+    flags = "".join(str(int(flag)) for flag in WIRE.reusable)
+    for name in (f"{chunking_id(WIRE.spans)}.{flags}", "", "layout:"):
+        assert salt_of(replace(WIRE, conversation=name)) != salt_of(WIRE)
+
+
+def test_messages_about_hostile_values_stay_short():
+    for name, value in (("mode", "x" * 10**6), ("ends", [1] * 4000)):
+        params = encode_request(WIRE)
+        params[WIRE_KEY][name] = value
+        params[WIRE_KEY]["reusable"] = [0] * len(params[WIRE_KEY]["ends"])
+        with pytest.raises(WireError) as caught:
+            decode_request(params)
+        assert len(str(caught.value)) < 300

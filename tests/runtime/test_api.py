@@ -190,13 +190,13 @@ def test_a_missing_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ROPE = {"rope_theta": 10_000.0}
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
-    "sliding window": (
+    "sliding-window": (
         {
             "model_type": "mistral",
             "architectures": ["MistralForCausalLM"],
             "sliding_window": 128,
         },
-        "sliding window",
+        "sliding-window",
     ),
     "dynamic rope": (
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, **ROPE}},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from daric_rag import Completion, DaricConfig
-from daric_rag.errors import StoreError
+from daric_rag.errors import EngineError, StoreError
 from daric_rag.storage import folder as store_folder
 from daric_rag.storage.format import HEADER_LEN
 from tests.reference.prompts import Prompt, random_prompt
@@ -310,3 +310,25 @@ def test_a_record_larger_than_the_store(
         harness.check(answer, layout)
         harness.engine.clear_prefix_cache()
     assert caplog.text.count("raise host_bytes or lower max_segment_len") == 1
+
+
+def test_a_failed_pass_saves_nothing(harness_of: HarnessPool, tmp_path: Path) -> None:
+    """vLLM finalises a connector after a pass that raised, too: nothing is computed."""
+    store, prompt = str(tmp_path / "store"), random_prompt(71, LENS)
+    harness = harness_of(KIND, store=store)
+
+    def break_forward(worker: Any) -> None:
+        def fail(*_: Any, **__: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        worker.model_runner._model_forward = fail
+
+    harness.on_worker(break_forward)
+    with pytest.raises(EngineError, match="out of memory"):
+        harness.run(prompt.chunks)
+    harness_of.close()
+    again = harness_of(KIND, store=store)
+    completion, layout = again.run(prompt.chunks)
+    assert completion.reuse.hit_tokens == 0
+    again.check(completion, layout)
+    harness_of.close()

@@ -223,12 +223,16 @@ OTHER_WIRES = {
 }
 
 
+def chat(wire: RequestWire) -> RequestWire:
+    return replace(wire, conversation="chat")
+
+
 @pytest.mark.parametrize("name", OTHER_WIRES)
 def test_whatever_changes_the_kv_changes_the_salt(name: str) -> None:
     assert salt_of(OTHER_WIRES[name]) != salt_of(WIRE)
     if name not in ("cut", "reusable"):
-        assert salt_of(OTHER_WIRES[name], "chat") != salt_of(WIRE, "chat")
-    assert salt_of(OTHER_WIRES[name], "chat") != salt_of(OTHER_WIRES[name])
+        assert salt_of(chat(OTHER_WIRES[name])) != salt_of(chat(WIRE))
+    assert salt_of(chat(OTHER_WIRES[name])) != salt_of(OTHER_WIRES[name])
 
 
 # ------------------------------------------------------------- tenants and restarts
@@ -281,3 +285,17 @@ def logprobs(completion: Completion) -> tuple[dict[int, float], ...]:
 
 def as_prompt(prompt: Prompt) -> TokenPrompt:
     return TokenPrompt([list(chunk) for chunk in prompt.chunks])
+
+
+def test_a_foreign_salt_is_not_served(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever chose the salt freely could pass off one layout's blocks as another's."""
+    prompt = random_prompt(81, (37, 129, 163, 23))
+    monkeypatch.setattr("daric_rag.runtime.engine_loop.salt_of", lambda wire: "mine")
+    completion, layout = harness.run(prompt.chunks)
+    assert "cache_salt" in completion.reuse.reason
+    assert completion.reuse.hit_tokens == completion.reuse.saved_tokens == 0
+    check_continuation(
+        completion, harness.reference.full_greedy(layout.token_ids, NUM_TOKENS)
+    )

@@ -21,7 +21,13 @@ from tests.reference.prompts import (
     scenarios,
 )
 from tests.runtime.conftest import HarnessPool
-from tests.runtime.harness import Harness, check_continuation, finished
+from tests.runtime.harness import (
+    NUM_LOGPROBS,
+    NUM_TOKENS,
+    Harness,
+    check_continuation,
+    finished,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -333,3 +339,26 @@ def test_a_busy_engine(
 
 def as_prompt(prompt: Prompt) -> TokenPrompt:
     return TokenPrompt([list(chunk) for chunk in prompt.chunks])
+
+
+def test_cold_requests_do_not_all_generate_in_one_step(harness_of: HarnessPool) -> None:
+    """Running requests wait for a step, so one step takes about a pass of misses."""
+    limit = 256
+    harness = harness_of(KIND, max_num_batched_tokens=limit)
+    prompts = [random_prompt(90 + seed, (37, 129, 113, 23)) for seed in range(6)]
+    before = len(harness.spy.plans)
+    completions = harness.engine.generate_batch(
+        [TokenPrompt([list(c) for c in prompt.chunks]) for prompt in prompts],
+        max_tokens=NUM_TOKENS,
+        logprobs=NUM_LOGPROBS,
+        ignore_eos=True,
+    )
+    for plan in harness.spy.plans[before:]:
+        missing = [
+            sum(chunk.num_tokens - chunk.hit_len for chunk in request.chunks)
+            for request in plan.requests
+        ]
+        assert sum(missing) <= limit or len(missing) == 1
+    for prompt, completion in zip(prompts, completions, strict=True):
+        layout = harness.engine.layout(TokenPrompt([list(c) for c in prompt.chunks]))
+        harness.check(completion, layout, kv=False)
