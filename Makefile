@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml daric_rag/_install.py
 install: $(STAMP)
 
 model: install
-	@$(BIN)/python -m daric_rag.models $(MODEL)
+	@$(BIN)/python -m daric_rag.models $(MODEL) > /dev/null
 
 demo: model
 	@$(BIN)/daric demo $(ARGS)

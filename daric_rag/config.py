@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from daric_rag.errors import ConfigError
 
-__all__ = ["GIB", "Alignment", "DaricConfig", "MtafName", "PolicyName"]
+__all__ = ["GIB", "Alignment", "DaricConfig", "MtafName", "PolicyName", "shown"]
 
 PolicyName = Literal["daric", "equal"]
 MtafName = Literal["linear", "log", "exp"]
@@ -123,11 +123,24 @@ class DaricConfig:
         }
 
 
+def shown(value: object) -> str:
+    """Return a value as an error's text may quote it, whatever a client sent.
+
+    Short, and never failing itself: Python refuses to print huge ints, and nesting
+    may exhaust its stack.
+    """
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
 def _check_choice(name: str, value: object) -> None:
     choices = _CHOICES[name]
     if not isinstance(value, str) or value not in choices:
         allowed = ", ".join(repr(choice) for choice in choices)
-        raise ConfigError(f"{name} is {value!r}; it must be one of {allowed}")
+        raise ConfigError(f"{name} is {shown(value)}; it must be one of {allowed}")
 
 
 def _check_positive(name: str, value: object, *, unit: str, hint: str = "") -> None:
@@ -135,7 +148,7 @@ def _check_positive(name: str, value: object, *, unit: str, hint: str = "") -> N
     valid = isinstance(value, int) and not isinstance(value, bool)
     if not valid or not 1 <= value < 1 << 62:  # type: ignore[operator]
         raise ConfigError(
-            f"{name} is {value!r:.40}; it must be an int of at least 1 ({unit}){hint}"
+            f"{name} is {shown(value)}; it must be an int of at least 1 ({unit}){hint}"
         )
 
 
@@ -143,18 +156,19 @@ def _check_ratio(name: str, value: object) -> None:
     valid = isinstance(value, float) and math.isfinite(value) and 0.0 < value < 1.0
     if not valid:
         raise ConfigError(
-            f"{name} is {value!r}; it must be a float above 0 and below 1"
+            f"{name} is {shown(value)}; it must be a float above 0 and below 1"
         )
 
 
 def _check_text(name: str, value: object, *, hint: str = "") -> None:
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{name} is {value!r}; it must be a non-empty str{hint}")
+        raise ConfigError(f"{name} is {shown(value)}; it must be a non-empty str{hint}")
 
 
 def _unknown_key(key: object, known: list[str]) -> str:
-    nearest = difflib.get_close_matches(str(key), known, n=1)
+    nearest = difflib.get_close_matches(shown(key), known, n=1)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     return (
-        f"{key!r} is not a field of DaricConfig; {hint}Known fields: {', '.join(known)}"
+        f"{shown(key)} is not a field of DaricConfig; {hint}Known fields: "
+        f"{', '.join(known)}"
     )

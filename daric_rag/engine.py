@@ -6,11 +6,12 @@ embedded engine, a remote one, or a fake of a few lines.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeGuard
 
+from daric_rag.config import shown
 from daric_rag.errors import ConfigError, PromptError
 from daric_rag.layout import PromptLayout
 
@@ -300,9 +301,10 @@ def _check_int(name: str, value: object, *, minimum: int) -> None:
 
 
 def _check_temperature(value: object) -> None:
-    if not _is_number(value) or not 0 <= value < math.inf:
+    # Compared with a float's largest: an int may exceed it.
+    if not _is_number(value) or not 0 <= value <= sys.float_info.max:
         raise ConfigError(
-            f"temperature is {value!r}; it must be a finite number of at least 0"
+            f"temperature is {shown(value)}; it must be a finite number of at least 0"
         )
 
 

@@ -110,6 +110,7 @@ class InputProcessor:
         Raises:
             PromptError: The prompt is empty or is of another type.
         """
+        _check_text(prompt)
         chunks: Sequence[_Ids]
         if isinstance(prompt, TokenPrompt):
             chunks = _listed(prompt.chunks)
@@ -280,6 +281,24 @@ class _DocumentCache:
         while self._num_chars > self._capacity_chars:
             oldest, _ = self._ids.popitem(last=False)
             self._num_chars -= len(oldest)
+
+
+def _check_text(prompt: ChunkedPrompt | TokenPrompt | str) -> None:
+    """Refuse text that no tokenizer takes: half a character, as decoders leave it."""
+    texts: dict[str, str | None] = {}
+    if isinstance(prompt, str):
+        texts["the prompt"] = prompt
+    elif isinstance(prompt, ChunkedPrompt):
+        texts = {"system": prompt.system, "question": prompt.question}
+        texts |= {f"document {i}": text for i, text in enumerate(prompt.texts())}
+    for name, text in texts.items():
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(
+                f"{name} holds a lone surrogate at character {error.start}; decode it "
+                f'with errors="replace"'
+            ) from error
 
 
 def _listed(chunks: Iterable[_Ids]) -> list[_Ids]:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
-from daric_rag.config import DaricConfig
+from daric_rag.config import DaricConfig, shown
 from daric_rag.errors import ConfigError, WireError
 from daric_rag.keys import cache_salt, chunking_id
 from daric_rag.selection import ReuseMode, Span
@@ -79,12 +79,12 @@ class RequestWire:
                 f"served; join short documents"
             )
         if any(end <= start for start, end in self.spans):
-            raise WireError(f"chunk ends {self.ends!r:.80} do not ascend from 0")
+            raise WireError(f"chunk ends {shown(self.ends)} do not ascend from 0")
         if len(self.ends) > 1 and self.reusable[-1]:
             raise WireError("the last chunk is the question and is never reusable")
         if self.mode not in ("daric", "full_reuse"):
             raise WireError(
-                f'mode {self.mode!r:.40} is neither "daric" nor "full_reuse"'
+                f'mode {shown(self.mode)} is neither "daric" nor "full_reuse"'
             )
         if self.conversation is not None and not isinstance(self.conversation, str):
             raise WireError("conversation must be a str or absent")
@@ -201,14 +201,14 @@ def _ints(values: object) -> tuple[int, ...]:
     if not isinstance(values, list | tuple) or not all(
         isinstance(value, int) and not isinstance(value, bool) for value in values
     ):
-        raise WireError(f"expected a list of ints, got {values!r:.80}")
+        raise WireError(f"expected a list of ints, got {shown(values)}")
     return tuple(values)
 
 
 def _flags(values: object) -> tuple[bool, ...]:
     flags = _ints(values)
     if not set(flags) <= {0, 1}:
-        raise WireError(f"expected flags of 0 and 1, got {values!r:.80}")
+        raise WireError(f"expected flags of 0 and 1, got {shown(values)}")
     return tuple(flag == 1 for flag in flags)
 
 

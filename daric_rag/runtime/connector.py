@@ -102,7 +102,8 @@ class DaricConnector(KVConnectorBase_V1):
     def verify_model(self, run_pass: RunPass) -> None:
         """Refuse a model whose cached keys are not what re-encoding assumes."""
         block_size = _only_spec(self._kv_cache_config).block_size
-        token_ids = [_GATE_TOKEN] * min(MAX_GATE_TOKENS, block_size)
+        per_pass = self._vllm_config.scheduler_config.max_num_batched_tokens
+        token_ids = [_GATE_TOKEN] * min(MAX_GATE_TOKENS, block_size, per_pass)
         keys = self.worker.cached_keys_of(token_ids, run_pass)
         check_cached_keys(keys, self._rope)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from daric_rag.runtime.vllm_api import (
     RequestOutputKind,
     SamplingParams,
     VLLMClientError,
+    reuse_of_aborted,
     tokens_input,
 )
 from daric_rag.wire import encode_request, salt_of
@@ -64,6 +66,7 @@ class EngineLoop:
     ) -> None:
         """Start the thread and wait until the engine is up."""
         self._start, self._stop = start, stop
+        self._pid = os.getpid()
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._streams: dict[str, RequestStream] = {}
         self._ids = itertools.count()
@@ -106,7 +109,12 @@ class EngineLoop:
         return result.result()
 
     def close(self) -> None:
-        """End running requests, stop the engine, and wait for its thread."""
+        """End running requests, stop the engine, and wait for its thread.
+
+        In a forked child, where there is neither, it does nothing.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._closing = True
             self._inbox.put(lambda: None)
@@ -117,6 +125,13 @@ class EngineLoop:
             gc.collect()
 
     def _post(self, command: _Command, *, quiet: bool = False) -> None:
+        if os.getpid() != self._pid:
+            if quiet:
+                return
+            raise EngineClosedError(
+                "this process was forked from the engine's, whose thread stayed there; "
+                "open an EmbeddedEngine in this process"
+            )
         # Under the lock, so that no command arrives behind the last look at the inbox.
         with self._lock:
             if not self._closing:
@@ -170,6 +185,12 @@ class EngineLoop:
         stream = self._streams.get(output.request_id)
         if stream is None:
             return
+        if output.finished and output.kv_transfer_params is None:
+            # Ended by a stop string: vLLM's front end saw it, told its core to abort,
+            # and has nothing of what the core says at an ordinary end.
+            output.kv_transfer_params = reuse_of_aborted(
+                self.facts.engine, stream.engine_request_id
+            )
         stream.feed(output)
         if output.finished:
             del self._streams[output.request_id]
@@ -179,7 +200,7 @@ class EngineLoop:
             return
         submission = stream.submission
         try:
-            self._add_to_vllm(request_id, submission)
+            stream.engine_request_id = self._add_to_vllm(request_id, submission)
         except (ValueError, VLLMClientError) as error:
             stream.fail(ConfigError(f"vLLM refused the request: {error}"))
         except Exception as error:
@@ -190,14 +211,14 @@ class EngineLoop:
         else:
             self._streams[request_id] = stream
 
-    def _add_to_vllm(self, request_id: str, submission: Submission) -> None:
+    def _add_to_vllm(self, request_id: str, submission: Submission) -> str:
         params = _sampling_params(submission.options)
         salt = None
         if submission.wire is not None:
             params.extra_args = {"kv_transfer_params": encode_request(submission.wire)}
             salt = salt_of(submission.wire)
         prompt = tokens_input(list(submission.layout.token_ids), cache_salt=salt)
-        self.facts.engine.add_request(request_id, prompt, params)
+        return str(self.facts.engine.add_request(request_id, prompt, params))
 
     def _abort(self, request_id: str) -> None:
         stream = self._streams.pop(request_id, None)

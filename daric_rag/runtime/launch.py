@@ -33,12 +33,17 @@ _WORKER_CLS = "daric_rag.runtime.worker.DaricWorker"
 _CONNECTOR_MODULE = "daric_rag.runtime.connector"
 
 # Set by us; another value would switch off what this package is for.
-_OURS = ("worker_cls", "kv_transfer_config", "async_scheduling", "model")
+_OURS = (
+    "worker_cls",
+    "kv_transfer_config",
+    "async_scheduling",
+    "model",
+    "skip_tokenizer_init",
+)
 
 # vLLM keeps its process groups and its connector in module globals.
 _one_engine = threading.Lock()
 
-_MIN_BATCHED_TOKENS = 2048
 _MAX_BATCHED_TOKENS = 8192
 _CPU_BLOCK_SIZE = 32
 _MAX_NUM_SEQS = 128
@@ -78,11 +83,15 @@ def build_engine(
             "another EmbeddedEngine is open in this process, and vLLM allows one; "
             "close it first, or share it"
         )
+    engine: Any = None
     try:
         # Before a model is loaded for nothing: the folder must be usable.
         open_probe(store).close()
         engine = _start(model, store, config, options)
+        return _facts(engine)
     except BaseException as error:
+        if engine is not None:
+            engine.engine_core.shutdown()
         release_process_state()
         _one_engine.release()
         if isinstance(error, DaricError):
@@ -90,12 +99,16 @@ def build_engine(
         if isinstance(error, ValueError | TypeError | NotImplementedError):
             raise ConfigError(f"vLLM refused to start: {error}") from error
         raise EngineError(f"vLLM failed to start: {error!r}") from error
+
+
+def _facts(engine: Any) -> EngineFacts:
+    config = engine.vllm_config
     return EngineFacts(
         engine=engine,
         tokenizer=engine.get_tokenizer(),
-        max_model_len=engine.vllm_config.model_config.max_model_len,
-        block_size=engine.vllm_config.cache_config.block_size,
-        vocab_size=engine.vllm_config.model_config.get_vocab_size(),
+        max_model_len=config.model_config.max_model_len,
+        block_size=config.cache_config.block_size,
+        vocab_size=config.model_config.get_vocab_size(),
     )
 
 

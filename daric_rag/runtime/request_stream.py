@@ -50,6 +50,7 @@ class RequestStream:
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, float]] = []
         self.done = False
+        self.engine_request_id = ""
         self._abort: Callable[[], None] = lambda: None
 
     def on_abort(self, abort: Callable[[], None]) -> None:

@@ -230,6 +230,11 @@ class SchedulerSide:
         )
         return params
 
+    def closing_params(self, request_id: str) -> dict[str, Any] | None:
+        """Return what `finish` returned for a request that ended in this step."""
+        entry = self._closing.get(request_id)
+        return entry[2] if entry is not None else None
+
     @property
     def _pool(self) -> ScratchBlocks:
         assert self._scratch is not None, "bind_scratch comes before the first request"

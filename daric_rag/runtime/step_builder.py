@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from daric_rag.errors import UnsupportedModelError, VllmVersionError
+from daric_rag.errors import ConfigError, UnsupportedModelError, VllmVersionError
 from daric_rag.runtime.metadata import DaricMetadata
 from daric_rag.runtime.rope import check_rope_type
 from daric_rag.runtime.vllm_api import (
@@ -67,6 +67,10 @@ class SubRequest:
     block_ids: Sequence[int]
 
 
+# The gate that a model passes at start needs a few positions to turn keys at.
+_MIN_TOKENS_PER_PASS = 16
+
+
 def check_vllm_config(config: VllmConfig) -> None:
     """Refuse what the worker cannot serve; each reason names the way out.
 
@@ -101,6 +105,8 @@ def check_vllm_config(config: VllmConfig) -> None:
         "encoder-decoder models": bool(model.is_encoder_decoder),
         "M-RoPE": bool(model.uses_mrope),
         "MLA attention": bool(model.use_mla),
+        "models that vLLM runs through its Transformers backend, whose position "
+        "encoding cannot be seen": bool(model.using_transformers_backend()),
         "pooling models": model.runner_type != "generate",
         "models without attention in every layer": bool(
             model.is_hybrid or model.is_attention_free
@@ -112,6 +118,12 @@ def check_vllm_config(config: VllmConfig) -> None:
         if present:
             raise UnsupportedModelError(f"daric_rag does not support {what}")
     check_rope_type(model.hf_text_config)
+    per_pass = config.scheduler_config.max_num_batched_tokens
+    if per_pass < _MIN_TOKENS_PER_PASS:
+        raise ConfigError(
+            f"max_num_batched_tokens is {per_pass}; daric_rag needs at least "
+            f"{_MIN_TOKENS_PER_PASS}"
+        )
 
 
 def _has_sliding_window(model: Any) -> bool:

@@ -8,6 +8,7 @@ seconds and may fail in ways that say less.
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ __all__ = [
     "platform_worker_class",
     "quiet",
     "release_process_state",
+    "reuse_of_aborted",
     "rotary_modules",
     "rotate_rows",
     "tokens_input",
@@ -93,6 +95,9 @@ os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 # vLLM logs some hundred lines per start and warns of what we chose on purpose. A
 # server has configured its logging by now.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# Speaks before vLLM has configured its logging.
+logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
 
 with quiet():
     from vllm.config import KVTransferConfig, VllmConfig
@@ -148,6 +153,18 @@ def release_process_state() -> None:
 
     ensure_kv_transfer_shutdown()
     cleanup_dist_env_and_memory()
+
+
+def reuse_of_aborted(engine: Any, request_id: str) -> dict[str, Any] | None:
+    """Return what the connector had to say of a request that ended in this step.
+
+    Args:
+        engine: vLLM's engine, in this process.
+        request_id: vLLM's own id of the request.
+    """
+    connector = engine.engine_core.engine_core.scheduler.get_kv_connector()
+    params: dict[str, Any] | None = connector.scheduler.closing_params(request_id)
+    return params
 
 
 def rotary_modules(model: Any) -> list[Any]:

@@ -33,6 +33,8 @@ _MARKER_TEXT: Final = (
 )
 _RECORD_NAME: Final = re.compile(r"[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{28}\.val")
 
+_OUR_NAME: Final = re.compile(r"[0-9a-f]{2}|cache\.db(-wal|-shm)?")
+
 # A record's file exists before its row does. Only one this old can have lost its
 # writer, whatever another process is doing now.
 _ORPHAN_AGE_S: Final = 3600.0
@@ -122,7 +124,7 @@ def open_cache(directory: Path) -> Any:
             return _open(directory)
     except StoreError:
         raise
-    except (OSError, sqlite3.Error, diskcache.Timeout) as error:
+    except (OSError, ValueError, sqlite3.Error, diskcache.Timeout) as error:
         raise StoreError(
             f"cannot open the store in {directory} ({error}): choose a folder that "
             "can be created and written, or ':memory:' to keep records in memory only"
@@ -194,7 +196,9 @@ def _claim(directory: Path) -> None:
     # Cached keys and values reveal the documents' text: nobody else may read them.
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     marker = directory / MARKER
-    if any(directory.iterdir()) and not marker.exists():
+    names = [path.name for path in directory.iterdir()]
+    # A folder that was emptied under a running process holds our files and no marker.
+    if not marker.exists() and not all(map(_OUR_NAME.fullmatch, names)):
         raise StoreError(
             f"{directory} is not empty and no store of daric_rag: choose an empty or "
             "a new folder"
@@ -217,6 +221,8 @@ def _open(directory: Path) -> Any:
         statistics=0,
         tag_index=0,
         disk_min_file_size=0,
+        # A mapped index that somebody truncates would end the process by SIGBUS.
+        sqlite_mmap_size=0,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -476,3 +477,75 @@ def test_close_releases_the_memory(tiny_model: Callable[[str], Path]) -> None:
     engine.close()
     assert resident_bytes() - before < 200 * mib
     engine.close()
+
+
+def test_half_a_character_is_refused(engine: EmbeddedEngine) -> None:
+    """Text decoded with surrogateescape, as from some PDFs."""
+    for prompt, place in (
+        (ChunkedPrompt(documents=["fine", "a\ud800b"], question="q"), "document 1"),
+        (ChunkedPrompt(documents=["fine"], question="\udcff?"), "question"),
+        (ChunkedPrompt(system="\udcff", question="q"), "system"),
+    ):
+        with pytest.raises(PromptError, match=f"{place} holds a lone surrogate"):
+            engine.generate(prompt)
+
+
+def test_a_forked_child_is_told(engine: EmbeddedEngine) -> None:
+    """The engine's thread stays in the parent: a child must not wait for it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            engine.generate(prompt_of(1))
+        except DaricError as error:
+            os._exit(0 if "forked" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_stop_string_keeps_the_reuse_counts(engine: EmbeddedEngine) -> None:
+    """vLLM's front end ends such a request without hearing its core's last words."""
+    prompt = prompt_of(55)
+    engine.generate(prompt, max_tokens=1)
+    engine.clear_prefix_cache()
+    whole = engine.generate(prompt, max_tokens=12, ignore_eos=True)
+    engine.clear_prefix_cache()
+    stop = whole.text.strip()[:2]
+    stopped = engine.generate(prompt, max_tokens=12, ignore_eos=True, stop=stop)
+    assert stopped.finish_reason == "stop"
+    assert stopped.reuse.hit_tokens == whole.reuse.hit_tokens > 0
+    assert stopped.reuse.recomputed_tokens == whole.reuse.recomputed_tokens
+    assert stopped.reuse.recompute_s > 0
+    assert stopped.reuse.reason == ""
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_options_that_cannot_work_are_refused_at_once(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    """And leave the process able to start."""
+    model = str(tiny_model(KIND))
+    options: list[tuple[dict[str, Any], str]] = [
+        ({"skip_tokenizer_init": True}, "skip_tokenizer_init is set by"),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 2}, "needs at least 16"),
+    ]
+    for option, reason in options:
+        with pytest.raises(ConfigError, match=reason):
+            EmbeddedEngine(model, store=":memory:", **OPTIONS, **option)
+    EmbeddedEngine(model, store=":memory:", **OPTIONS).close()
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_a_start_that_fails_at_the_very_end_leaves_nothing(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once vLLM runs it has to be taken down again."""
+    model = str(tiny_model(KIND))
+
+    def fail(engine: Any) -> Any:
+        raise ValueError("no tokenizer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("daric_rag.runtime.launch._facts", fail)
+        with pytest.raises(ConfigError, match="no tokenizer"):
+            EmbeddedEngine(model, store=":memory:", **OPTIONS)
+    EmbeddedEngine(model, store=":memory:", **OPTIONS).close()
