@@ -15,6 +15,7 @@ from daric_rag import DaricConfig, EmbeddedEngine
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 FENCED = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PYTHON = [code for language, code in FENCED if language == "python"]
 MAKE = sorted(set(re.findall(r"`?\bmake(?: DEVICE=cpu)? ([a-z]+)\b", README)))
 
@@ -78,3 +79,22 @@ def test_python_runs(code: str, cache_home: Path, real_model: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "ReuseStats(" in done.stdout
     assert (cache_home / "daric_rag" / "store").is_dir()
+
+
+@pytest.mark.engine
+@pytest.mark.real_model
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example_runs(path: Path, real_model: Path) -> None:
+    """As it is, with the real model; `real_model` has seen to its conversion."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    first, cold, warm = (line.split() for line in done.stdout.splitlines())
+    loaded = [int(line[line.index("loaded,") - 1]) for line in (first, cold, warm)]
+    assert loaded[0] == loaded[1] == 0
+    assert loaded[2] > 0
