@@ -162,49 +162,52 @@ def plan_request(
         max_generated_len: Longest chunk that can be generated on its own; a longer
             missing one is computed in full context instead. None: any.
     """
-    prompt_len = wire.prompt_len
     chunks = [
         _ChunkHits.of(span, token_ids, root, max_segment_len, match)
         for span in _cached_spans(wire, max_segment_len)
     ]
-    windows = [
-        *recompute_set(wire.spans, wire.reusable, wire.config, mode=wire.mode),
-        *_between(prompt_len, [(chunk.start, chunk.end) for chunk in chunks]),
-    ]
-    saves: tuple[SegmentSave, ...] = ()
-    first_keys: tuple[SegmentKey, ...] = ()
-    if max_generated_len is not None:
-        windows += [
-            (chunk.start, chunk.end)
-            for chunk in chunks
-            # What is missing of the first chunk is computed in place anyway.
-            if chunk.start > 0
-            and not chunk.is_hit
-            and chunk.end - chunk.start > max_generated_len
-        ]
-    if chunks and chunks[0].start == 0:
-        first = chunks[0]
-        windows.append((first.start + first.hit_len, first.end))
-        saves, first_keys = first.saves(), first.keys
-    refined = subtract(merge(windows), gpu_prefix_len)
-    last_start = refined[-1][0] if refined else prompt_len - 1
+    windows = subtract(_windows_of(wire, chunks, max_generated_len), gpu_prefix_len)
+    # None is left when the prefix cache reaches beyond the prompt, into the answer of
+    # a resumed request.
+    last_start = windows[-1][0] if windows else wire.prompt_len - 1
     contiguous = _contiguous_starts(wire.spans, chunks)
     placed = tuple(
         chunk.plan(gpu_prefix_len, contiguous=chunk.start in contiguous)
         for chunk in chunks
-        if _needs_placing(chunk, refined, gpu_prefix_len)
+        if _needs_placing(chunk, windows, gpu_prefix_len)
     )
+    first = chunks[0] if chunks and chunks[0].start == 0 else None
     return RequestPlan(
-        prompt_len=prompt_len,
+        prompt_len=wire.prompt_len,
         gpu_prefix_len=gpu_prefix_len,
         hit_len=max(last_start, gpu_prefix_len),
         chunks=placed,
-        windows=refined,
-        saves=saves,
-        first_keys=first_keys,
+        windows=windows,
+        saves=first.saves() if first else (),
+        first_keys=first.keys if first else (),
         contiguous_hit_len=sum(c.loaded_len for c in placed if c.contiguous),
         disjoint_hit_len=sum(c.loaded_len for c in placed if not c.contiguous),
     )
+
+
+def _windows_of(
+    wire: RequestWire, chunks: Sequence[_ChunkHits], max_generated_len: int | None
+) -> tuple[Span, ...]:
+    """Everything that is computed in full context, as if nothing were resident."""
+    windows = [
+        *recompute_set(wire.spans, wire.reusable, wire.config, mode=wire.mode),
+        *_between(wire.prompt_len, [(chunk.start, chunk.end) for chunk in chunks]),
+    ]
+    for chunk in chunks:
+        if chunk.start == 0:
+            windows.append((chunk.hit_len, chunk.end))
+        elif (
+            max_generated_len is not None
+            and not chunk.is_hit
+            and chunk.end - chunk.start > max_generated_len
+        ):
+            windows.append((chunk.start, chunk.end))
+    return merge(windows)
 
 
 @dataclass(frozen=True, slots=True)
