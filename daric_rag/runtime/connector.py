@@ -13,7 +13,8 @@ from daric_rag.runtime.metadata import DaricMetadata, DaricWorkerMetadata
 from daric_rag.runtime.rope import rope_parameters
 from daric_rag.runtime.scheduler_side import SchedulerSide
 from daric_rag.runtime.scratch import ScratchBlocks
-from daric_rag.runtime.step_builder import RunPass, check_vllm_config
+from daric_rag.runtime.step_builder import RunPass
+from daric_rag.runtime.support import check_vllm_config
 from daric_rag.runtime.vllm_api import (
     FullAttentionSpec,
     KVConnectorBase_V1,

@@ -14,7 +14,7 @@ from daric_rag.config import DaricConfig
 from daric_rag.errors import ConfigError, DaricError, EngineError
 from daric_rag.runtime.connector import CONFIG_KEY, STORE_KEY
 from daric_rag.runtime.engine_loop import EngineFacts
-from daric_rag.runtime.step_builder import check_vllm_config
+from daric_rag.runtime.support import check_vllm_config
 from daric_rag.runtime.vllm_api import (
     EngineArgs,
     KVTransferConfig,

@@ -22,15 +22,13 @@ from typing import Any
 
 import torch
 
-from daric_rag.errors import ConfigError, UnsupportedModelError, VllmVersionError
+from daric_rag.errors import VllmVersionError
 from daric_rag.runtime.metadata import DaricMetadata
-from daric_rag.runtime.rope import check_rope_type
 from daric_rag.runtime.vllm_api import (
     CachedRequestData,
     NewRequestData,
     SamplingParams,
     SchedulerOutput,
-    VllmConfig,
 )
 from daric_rag.steps import Limits
 
@@ -40,7 +38,6 @@ __all__ = [
     "StepPasses",
     "SubRequest",
     "check_runner",
-    "check_vllm_config",
     "discard_pass",
     "empty_step",
 ]
@@ -65,71 +62,6 @@ class SubRequest:
     start: int
     end: int
     block_ids: Sequence[int]
-
-
-# The gate that a model passes at start needs a few positions to turn keys at.
-_MIN_TOKENS_PER_PASS = 16
-
-
-def check_vllm_config(config: VllmConfig) -> None:
-    """Refuse what the worker cannot serve; each reason names the way out.
-
-    Raises:
-        UnsupportedModelError: With the reason.
-    """
-    if config.use_v2_model_runner:
-        raise UnsupportedModelError(
-            "daric_rag needs vLLM's V1 model runner; set VLLM_USE_V2_MODEL_RUNNER=0 "
-            "before vLLM is imported"
-        )
-    model, parallel = config.model_config, config.parallel_config
-    refusals = {
-        "asynchronous scheduling; pass async_scheduling=False": (
-            config.scheduler_config.async_scheduling
-        ),
-        "speculative decoding; drop speculative_config": (
-            config.speculative_config is not None
-        ),
-        "LoRA; drop enable_lora": config.lora_config is not None,
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "tensor parallelism yet; use tensor_parallel_size=1": (
-            parallel.tensor_parallel_size > 1
-        ),
-        "data parallelism": parallel.data_parallel_size > 1,
-        "context parallelism": parallel.decode_context_parallel_size > 1
-        or parallel.prefill_context_parallel_size > 1,
-        "a quantized KV cache; pass kv_cache_dtype='auto'": (
-            config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16")
-        ),
-        "multimodal models": bool(model.is_multimodal_model),
-        "encoder-decoder models": bool(model.is_encoder_decoder),
-        "M-RoPE": bool(model.uses_mrope),
-        "MLA attention": bool(model.use_mla),
-        "models that vLLM runs through its Transformers backend, whose position "
-        "encoding cannot be seen": bool(model.using_transformers_backend()),
-        "pooling models": model.runner_type != "generate",
-        "models without attention in every layer": bool(
-            model.is_hybrid or model.is_attention_free
-        ),
-        "sliding-window attention; where the model allows it pass "
-        "disable_sliding_window=True": _has_sliding_window(model),
-    }
-    for what, present in refusals.items():
-        if present:
-            raise UnsupportedModelError(f"daric_rag does not support {what}")
-    check_rope_type(model.hf_text_config)
-    per_pass = config.scheduler_config.max_num_batched_tokens
-    if per_pass < _MIN_TOKENS_PER_PASS:
-        raise ConfigError(
-            f"max_num_batched_tokens is {per_pass}; daric_rag needs at least "
-            f"{_MIN_TOKENS_PER_PASS}"
-        )
-
-
-def _has_sliding_window(model: Any) -> bool:
-    wanted = getattr(model.hf_text_config, "use_sliding_window", True)
-    window = getattr(model.hf_text_config, "sliding_window", None)
-    return bool(wanted and window and not model.disable_sliding_window)
 
 
 def check_runner(runner: Any) -> None:

@@ -90,7 +90,7 @@ def quiet() -> Iterator[None]:
 check_version()
 
 # Read by vLLM at import or at engine start. The V1 model runner is the one whose
-# batches the worker extends; V2 is refused at start (see step_builder).
+# batches the worker extends; V2 is refused at start (see support).
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 # vLLM logs some hundred lines per start and warns of what we chose on purpose. A
 # server has configured its logging by now.
