@@ -14,11 +14,22 @@ from typing import Any, Literal
 
 from daric_rag.errors import ConfigError
 
-__all__ = ["GIB", "Alignment", "DaricConfig", "MtafName", "PolicyName", "shown"]
+__all__ = [
+    "GIB",
+    "Alignment",
+    "DaricConfig",
+    "EvictionName",
+    "KvStorageName",
+    "MtafName",
+    "PolicyName",
+    "shown",
+]
 
 PolicyName = Literal["daric", "equal"]
 MtafName = Literal["linear", "log", "exp"]
 Alignment = Literal["exact", "block"]
+EvictionName = Literal["frequency", "lru"]
+KvStorageName = Literal["model", "fp8", "int8"]
 
 GIB = 1024**3
 
@@ -26,6 +37,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "policy": ("daric", "equal"),
     "mtaf": ("linear", "log", "exp"),
     "alignment": ("exact", "block"),
+    "eviction": ("frequency", "lru"),
+    "kv_storage": ("model", "fp8", "int8"),
 }
 
 
@@ -50,6 +63,14 @@ class DaricConfig:
             lists of chunks are accepted. It never reaches the model.
         host_bytes: Capacity of the host-memory tier, in bytes, at least 1.
         disk_bytes: Capacity of the disk tier, in bytes, at least 1.
+        eviction: Which documents go first when a tier is full: ``"frequency"`` (those
+            of least recent and frequent use, so that a flood of new documents does not
+            wipe the popular ones) or ``"lru"``.
+        kv_storage: ``"model"`` stores keys and values in the model's own dtype;
+            ``"fp8"`` and ``"int8"`` halve the store and change the output slightly.
+        encryption_key_file: File with the 32-byte key that the disk tier is encrypted
+            with; None: the environment's DARIC_STORE_KEY or DARIC_STORE_KEY_FILE, and
+            no encryption if neither is set.
 
     Raises:
         ConfigError: A value has the wrong type or lies outside its range.
@@ -65,10 +86,13 @@ class DaricConfig:
     delimiter: str | None = None
     host_bytes: int = 4 * GIB
     disk_bytes: int = 32 * GIB
+    eviction: EvictionName = "frequency"
+    kv_storage: KvStorageName = "model"
+    encryption_key_file: str | None = None
 
     def __post_init__(self) -> None:
         """Check every field, so that no module downstream has to."""
-        for name in ("policy", "mtaf", "alignment"):
+        for name in _CHOICES:
             _check_choice(name, getattr(self, name))
         _check_positive(
             "avg_chunk_budget",
@@ -83,6 +107,10 @@ class DaricConfig:
         _check_text("namespace", self.namespace)
         if self.delimiter is not None:
             _check_text("delimiter", self.delimiter, hint=" or None")
+        if self.encryption_key_file is not None:
+            _check_text(
+                "encryption_key_file", self.encryption_key_file, hint=" or None"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field as plain JSON-able values; `from_dict` inverts it."""

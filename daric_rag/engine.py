@@ -7,13 +7,13 @@ embedded engine, a remote one, or a fake of a few lines.
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeGuard
 
 from daric_rag.config import shown
 from daric_rag.errors import ConfigError, PromptError
-from daric_rag.layout import PromptLayout
+from daric_rag.layout import MAX_TITLE_LEN, PromptLayout
 
 __all__ = [
     "ChunkedPrompt",
@@ -32,6 +32,9 @@ Reuse = Literal["daric", "full_reuse", "off"]
 but the question; ``off``: an ordinary request, exactly as vLLM alone would run it."""
 
 _REUSE = ("daric", "full_reuse", "off")
+
+# As LangChain's loaders and LlamaIndex's readers name them.
+_TITLE_FIELDS = ("title", "source", "file_name", "file_path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +78,20 @@ class ChunkedPrompt:
 
     def texts(self) -> list[str]:
         """Return the non-empty documents' texts, in order."""
+        return [text for text, _ in self.titled_texts()]
+
+    def titled_texts(self) -> list[tuple[str, str]]:
+        """Return the non-empty documents' texts and titles, in order.
+
+        A title is for people who look at the store: what the document's metadata say,
+        else how its text begins.
+        """
         texts = [_text_of(index, doc) for index, doc in enumerate(self.documents)]
-        return [text for text in texts if text.strip()]
+        return [
+            (text, _title_of(document, text))
+            for text, document in zip(texts, self.documents, strict=True)
+            if text.strip()
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +308,22 @@ def _text_of(index: int, document: Any) -> str:
         f"document {index} is a {type(document).__name__} without text; pass a str or "
         f"an object with a page_content or text attribute"
     )
+
+
+def _title_of(document: Any, text: str) -> str:
+    metadata = getattr(document, "metadata", None)
+    if isinstance(metadata, Mapping):
+        for name in _TITLE_FIELDS:
+            value = metadata.get(name)
+            if isinstance(value, str) and value.strip():
+                return _one_line(value)
+    return _one_line(text[: 4 * MAX_TITLE_LEN])
+
+
+def _one_line(text: str) -> str:
+    # It will be printed on terminals and sent as JSON, whatever a document holds.
+    line = " ".join(text.split())[:MAX_TITLE_LEN]
+    return "".join(char if char.isprintable() else "?" for char in line)
 
 
 def _check_int(name: str, value: object, *, minimum: int) -> None:

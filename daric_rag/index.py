@@ -1,136 +1,107 @@
-"""Scheduler process. Which segments the store holds: the radix tree of section 3.3.2.
+"""Which segments a store holds: the radix tree of section 3.3.2, and who goes first.
 
-Keys are chained digests, so an edge needs no token ids: a node is its segment's key,
-below its parent segment's key, below the root of its `ModelFingerprint`. Pure
-bookkeeping: whoever calls `evict` or `remove` deletes the records from the store, and
-whoever calls `insert` has seen the record committed.
-
-Not thread-safe: the scheduler side is its only caller.
+Keys are chained digests: a key stands for its whole path from the root of its
+`ModelFingerprint` on, so one flat table finds any segment, and edges need no token
+ids. Pure bookkeeping: whoever calls `evict` or `remove` deletes the records; whoever
+calls `insert` or `add` has seen them committed. Not thread-safe: callers lock.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from daric_rag.keys import ModelFingerprint, SegmentKey
+from daric_rag.eviction import EvictionPolicy, LeastRecentlyUsed, VictimQueue
+from daric_rag.keys import SegmentKey
+from daric_rag.segment_table import ParentKey, SegmentInfo, SegmentTable
 
 __all__ = ["SegmentIndex", "SegmentInfo"]
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentInfo:
-    """What the index knows of one segment; a snapshot.
-
-    Attributes:
-        num_tokens: Its length, in tokens.
-        nbytes: Its record's length in the store, in bytes.
-        last_used: The clock's reading when it was last inserted or touched, in s.
-        hits: How often it was touched.
-        pins: How many holders protect it from eviction.
-    """
-
-    num_tokens: int
-    nbytes: int
-    last_used: float
-    hits: int
-    pins: int
-
-
-class _Node:
-    """A segment, or a root (no parent, no segment of its own)."""
-
-    __slots__ = (
-        "children",
-        "hits",
-        "key",
-        "last_used",
-        "nbytes",
-        "num_tokens",
-        "parent",
-        "pins",
-    )
-
-    def __init__(
-        self, key: bytes, parent: _Node | None, num_tokens: int, nbytes: int
-    ) -> None:
-        self.key = key
-        self.parent = parent
-        self.num_tokens = num_tokens
-        self.nbytes = nbytes
-        self.last_used = 0.0
-        self.hits = 0
-        self.pins = 0
-        self.children: dict[SegmentKey, _Node] = {}
-
-
 class SegmentIndex:
-    """Scheduler process. Radix tree over the segments in the store.
+    """Forest of the segments in a store, with the order of their eviction.
 
-    Every `keys` argument is a chain from a chunk's first segment on, as
-    `keys.segment_keys` returns it, or the first part of one.
-
-    Order of eviction: `_by_recency` holds all nodes, least recently used first, and
-    using a chain moves its deepest segment first. In that order a segment comes after
-    all its descendants, so one walk from the front meets leaves before what they hang
-    on, and a segment whose children are all evicted has become a leaf itself.
+    A `keys` argument beside a `root` is a chain from a chunk's first segment on, as
+    `keys.segment_keys` returns it, or the first part of one. Its segments share one
+    reading of the logical clock, so that a document is evicted as a whole.
 
     Args:
-        clock: Seconds; only `SegmentInfo.last_used` depends on it.
+        policy: What uses are worth; least recently used if None.
+        clock: Wall-clock seconds; only `SegmentInfo.last_used` depends on it.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start empty."""
+    def __init__(
+        self,
+        *,
+        policy: EvictionPolicy | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._policy = LeastRecentlyUsed() if policy is None else policy
         self._clock = clock
-        self._roots: dict[ModelFingerprint, _Node] = {}
-        self._by_recency: OrderedDict[SegmentKey, _Node] = OrderedDict()
-        # Pins of segments that were removed while pinned, or pinned before they came.
-        # They return to the node on insert, so that every unpin finds its pin.
-        self._absent_pins: dict[SegmentKey, int] = {}
-        self._nbytes = 0
+        self._table = SegmentTable()
+        self._queue = VictimQueue(self._table.priority, self._table.is_evictable)
+        self._now = 0
 
     def __len__(self) -> int:
-        """Return the number of segments."""
-        return len(self._by_recency)
+        return self._table.num_present
 
     def __contains__(self, key: object) -> bool:
-        """Return whether the segment is present."""
-        return key in self._by_recency
+        return self._table.find(key) >= 0
 
     def __iter__(self) -> Iterator[SegmentKey]:
-        """Iterate over all segments, least recently used first."""
-        return iter(self._by_recency)
+        """Iterate over all segments, in no particular order."""
+        table = self._table
+        return (SegmentKey(k) for k, s in table.slot_of.items() if table.is_present(s))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all segments' records."""
-        return self._nbytes
+        return self._table.present_bytes
+
+    @property
+    def now(self) -> int:
+        """The logical clock: bytes ever inserted, and 1 for each insertion or use."""
+        return self._now
+
+    def advance(self, now: int) -> None:
+        """Follow another process's logical clock; never backwards."""
+        self._now = max(self._now, now)
 
     def info(self, key: SegmentKey) -> SegmentInfo | None:
         """Return what is known of a segment, or None when it is absent."""
-        node = self._by_recency.get(key)
-        if node is None:
-            return None
-        return SegmentInfo(
-            node.num_tokens, node.nbytes, node.last_used, node.hits, node.pins
-        )
+        slot = self._table.find(key)
+        return self._table.info(slot) if slot >= 0 else None
 
-    def match(self, root: ModelFingerprint, keys: Sequence[SegmentKey]) -> int:
+    def match(self, root: ParentKey, keys: Sequence[SegmentKey]) -> int:
         """Return how many leading segments are present. Changes nothing."""
-        return len(self._path(root, keys))
+        return len(self._table.path(root, keys))
 
-    def touch(self, root: ModelFingerprint, keys: Sequence[SegmentKey]) -> None:
+    def touch(self, root: ParentKey, keys: Sequence[SegmentKey]) -> None:
         """Count one use of every leading segment that is present."""
-        path = self._path(root, keys)
-        for node in path:
-            node.hits += 1
-        self._refresh(path)
+        self._use(self._table.path(root, keys))
+
+    def use(self, key: SegmentKey) -> None:
+        """Count one use of one segment; nothing if it is absent."""
+        slot = self._table.find(key)
+        if slot >= 0:
+            self._use([slot])
+
+    def set_use(
+        self, key: SegmentKey, *, priority: int, last_used: float, uses: int, pins: int
+    ) -> bool:
+        """Replace what is known of a segment's use; return whether it is present."""
+        table, slot = self._table, self._table.find(key)
+        if slot < 0:
+            return False
+        table.priority[slot], table.last_used[slot] = priority, last_used
+        table.uses[slot], table.pins[slot] = uses, pins
+        self._offer(slot)
+        return True
 
     def insert(
         self,
-        root: ModelFingerprint,
+        root: ParentKey,
         keys: Sequence[SegmentKey],
         num_tokens: Sequence[int],
         nbytes: Sequence[int],
@@ -144,136 +115,185 @@ class SegmentIndex:
             nbytes: Record length per segment, in bytes, [n].
 
         Raises:
-            ValueError: The lengths differ, or a key is already known elsewhere in the
-                tree (it is not a chain). Nothing was changed then.
+            ValueError: The lengths differ, one is negative, or a key is already known
+                elsewhere in the tree (it is not a chain). Nothing was changed then.
         """
         if not len(keys) == len(num_tokens) == len(nbytes):
             raise ValueError(
                 f"{len(keys)} keys, {len(num_tokens)} token counts and {len(nbytes)} "
                 f"byte counts; give one of each per segment"
             )
-        path = self._path(root, keys)
-        new = keys[len(path) :]
-        if len(set(new)) != len(new) or any(key in self._by_recency for key in new):
-            raise ValueError(
-                "a segment would have two parents; pass the keys of one chunk, in "
-                "order, as segment_keys returns them"
-            )
-        parent = path[-1] if path else self._roots.setdefault(root, _root(root))
-        for key, tokens, size in zip(
-            new, num_tokens[len(path) :], nbytes[len(path) :], strict=True
-        ):
-            node = _Node(key, parent, tokens, size)
-            node.pins = self._absent_pins.pop(key, 0)
-            parent.children[key] = node
-            self._by_recency[key] = node
-            self._nbytes += size
-            path.append(node)
-            parent = node
-        self._refresh(path)
+        table = self._table
+        table.check_chain(root, keys, num_tokens, nbytes)
+        if not keys:
+            return
+        missing = [key not in self for key in keys]
+        self._now += 1 + sum(itertools.compress(nbytes, missing))
+        priority, last_used = self._policy.first(self._now), self._clock()
+        parent = table.obtain(root)
+        for key, tokens, size in zip(keys, num_tokens, nbytes, strict=True):
+            slot = table.obtain(key)
+            self._make_recent(slot, priority, last_used)
+            if not table.is_present(slot):
+                table.uses[slot] = 1
+                table.attach(slot, parent, tokens, size)
+            parent = slot
+        self._offer(parent)
+
+    def add(
+        self,
+        key: SegmentKey,
+        parent: ParentKey,
+        num_tokens: int,
+        nbytes: int,
+        *,
+        priority: int | None = None,
+        last_used: float | None = None,
+        uses: int = 1,
+        pins: int = 0,
+    ) -> None:
+        """Add one segment, in any order: its parent may be absent, or come later.
+
+        Of a segment that is present, the size is replaced and the priority and the
+        time can only rise; its uses and pins stay.
+
+        Args:
+            key: The segment.
+            parent: The segment before it, or its root.
+            num_tokens: Its length, in tokens.
+            nbytes: Its record's length, in bytes.
+            priority: None for a record that is new. One that is given comes from a
+                record of old, which does not move the logical clock.
+            last_used: Seconds; the clock's reading if None.
+            uses: Number of uses.
+            pins: Number of pins, beside those that were waiting for it.
+
+        Raises:
+            ValueError: A size is negative, or the key is known below another parent.
+                Nothing was changed then.
+        """
+        self._table.check_chain(parent, (key,), (num_tokens,), (nbytes,))
+        table, new = self._table, key not in self
+        if priority is None:
+            self._now += 1 + (nbytes if new else 0)
+            priority = self._policy.first(self._now)
+        slot = table.obtain(key)
+        self._make_recent(
+            slot, priority, self._clock() if last_used is None else last_used
+        )
+        if new:
+            table.uses[slot] = uses
+            table.pins[slot] += pins
+            table.attach(slot, table.obtain(parent), num_tokens, nbytes)
+        else:
+            table.resize(slot, num_tokens, nbytes)
+        self._offer(slot)
+
+    def discard(self, key: SegmentKey) -> bool:
+        """Forget one segment; return whether it was present.
+
+        What is below it stays, unmatched until it returns. Pins do not protect.
+        """
+        slot = self._table.find(key)
+        if slot >= 0:
+            self._drop(slot)
+        return slot >= 0
 
     def remove(self, key: SegmentKey) -> tuple[SegmentKey, ...]:
-        """Forget a segment and all below it, which could never be matched again.
+        """Forget a segment, if it is present, and all below it.
 
         Pins do not protect from this: it reports that a record is gone or damaged.
 
         Returns:
-            The removed keys, a segment after its descendants; empty if it was absent.
+            The removed keys, a segment after its descendants.
         """
-        node = self._by_recency.get(key)
-        if node is None:
-            return ()
-        subtree = [node]
-        for member in subtree:  # grows while it is walked: breadth first
-            subtree.extend(member.children.values())
-        return tuple(self._drop(member) for member in reversed(subtree))
+        table = self._table
+        subtree = [table.slot_of[key]] if key in table.slot_of else []
+        for slot in subtree:  # grows while it is walked: breadth first
+            subtree.extend(table.children(slot))
+        present = [slot for slot in reversed(subtree) if table.is_present(slot)]
+        return tuple(self._drop(slot) for slot in present)
 
-    def pin(self, root: ModelFingerprint, keys: Sequence[SegmentKey]) -> None:
-        """Protect a chain from eviction until a matching `unpin`.
+    def pin(self, keys: Iterable[SegmentKey]) -> None:
+        """Protect segments from eviction until `unpin`; absent ones once they come."""
+        self._table.protect(self._table.pins, keys)
 
-        Absent segments are protected from the moment they are inserted.
-        """
-        for key in keys:
-            node = self._by_recency.get(key)
-            if node is not None:
-                node.pins += 1
-            else:
-                self._absent_pins[key] = self._absent_pins.get(key, 0) + 1
-
-    def unpin(self, root: ModelFingerprint, keys: Sequence[SegmentKey]) -> None:
-        """Undo one `pin` of the same chain, whatever was removed in between.
+    def unpin(self, keys: Sequence[SegmentKey]) -> None:
+        """Undo one `pin` of the same segments, whatever was removed in between.
 
         Raises:
             ValueError: A segment has no pin left. Nothing was changed then.
         """
-        for key in keys:
-            node = self._by_recency.get(key)
-            if (node.pins if node else self._absent_pins.get(key, 0)) < 1:
-                raise ValueError(
-                    f"segment {key.hex()} is not pinned; unpin each chain exactly as "
-                    f"often as it was pinned"
-                )
-        for key in keys:
-            node = self._by_recency.get(key)
-            if node is not None:
-                node.pins -= 1
-            elif self._absent_pins[key] == 1:
-                del self._absent_pins[key]
-            else:
-                self._absent_pins[key] -= 1
+        for slot in self._table.unprotect(self._table.pins, keys, "pin"):
+            self._offer(slot)
+
+    def hold(self, keys: Iterable[SegmentKey]) -> None:
+        """Protect segments while they are in use; as `pin`, but never stored."""
+        self._table.protect(self._table.holds, keys)
+
+    def release(self, keys: Sequence[SegmentKey]) -> None:
+        """Undo one `hold` of the same segments.
+
+        Raises:
+            ValueError: A segment is not held. Nothing was changed then.
+        """
+        for slot in self._table.unprotect(self._table.holds, keys, "hold"):
+            self._offer(slot)
+
+    def victims(self) -> tuple[SegmentKey, ...]:
+        """Return the next document to evict, last segment first. Removes nothing.
+
+        It is the leaf of smallest priority and what it hangs on, up to the first
+        segment that has another child, is protected, or is worth more than the leaf.
+
+        Returns:
+            Keys in the order of their eviction; empty if nothing may be evicted.
+        """
+        table, tail = self._table, self._queue.first()
+        slots = table.document(tail) if tail >= 0 else ()
+        return tuple(SegmentKey(table.keys[slot]) for slot in slots)
 
     def evict(self, nbytes: int) -> list[SegmentKey]:
-        """Forget unpinned segments, least recently used leaves first.
-
-        A document therefore loses its last segments first, and what is left of it
-        still matches.
+        """Forget documents of smallest priority, each from its last segment on.
 
         Args:
             nbytes: Bytes to free.
 
         Returns:
-            The evicted keys in order. They free at least `nbytes` unless everything
-            that is left is pinned.
+            The evicted keys in order. They free at least `nbytes` unless all that is
+            left is protected. What is left of the last document still matches.
         """
-        victims: dict[SegmentKey, None] = {}
-        freed = 0
-        for key, node in self._by_recency.items():
-            if freed >= nbytes:
-                break
-            if node.pins == 0 and node.children.keys() <= victims.keys():
-                victims[key] = None
-                freed += node.nbytes
-        for key in victims:
-            self._drop(self._by_recency[key])
-        return list(victims)
+        table, evicted = self._table, list[SegmentKey]()
+        enough = table.present_bytes - nbytes
+        while table.present_bytes > enough and (document := self.victims()):
+            for key in document:
+                evicted.append(self._drop(table.slot_of[key]))
+                if table.present_bytes <= enough:
+                    break
+        return evicted
 
-    def _path(self, root: ModelFingerprint, keys: Sequence[SegmentKey]) -> list[_Node]:
-        path: list[_Node] = []
-        node = self._roots.get(root)
-        for key in keys:
-            node = node.children.get(key) if node is not None else None
-            if node is None:
-                break
-            path.append(node)
-        return path
+    def _use(self, slots: Sequence[int]) -> None:
+        if not slots:
+            return
+        table, last_used = self._table, self._clock()
+        self._now += 1
+        for slot in slots:
+            table.uses[slot] += 1
+            table.last_used[slot] = last_used
+            table.priority[slot] = self._policy.used(table.priority[slot], self._now)
 
-    def _refresh(self, path: Sequence[_Node]) -> None:
-        now = self._clock()
-        for node in reversed(path):
-            node.last_used = now
-            self._by_recency.move_to_end(SegmentKey(node.key))
+    def _make_recent(self, slot: int, priority: int, last_used: float) -> None:
+        table = self._table
+        if table.is_present(slot):
+            priority = max(priority, table.priority[slot])
+            last_used = max(last_used, table.last_used[slot])
+        table.priority[slot], table.last_used[slot] = priority, last_used
 
-    def _drop(self, node: _Node) -> SegmentKey:
-        # Only ever called on a leaf: callers drop descendants first.
-        key = SegmentKey(node.key)
-        del self._by_recency[key]
-        self._nbytes -= node.nbytes
-        if node.pins:
-            self._absent_pins[key] = node.pins
-        if node.parent is not None:
-            del node.parent.children[key]
+    def _drop(self, slot: int) -> SegmentKey:
+        key = SegmentKey(self._table.keys[slot])
+        self._offer(self._table.detach(slot))
         return key
 
-
-def _root(fingerprint: ModelFingerprint) -> _Node:
-    return _Node(fingerprint, None, 0, 0)
+    def _offer(self, slot: int) -> None:
+        if self._table.is_evictable(slot):
+            self._queue.offer(slot)

@@ -55,6 +55,7 @@ __all__ = ["InputProcessor", "Tokenizer"]
 _Ids = Sequence[int]
 
 _MAX_TEMPLATES = 128
+_SYSTEM_TITLE = "(system prompt)"
 _MAX_CACHED_CHARS = 16 * 1024 * 1024
 
 
@@ -112,11 +113,12 @@ class InputProcessor:
         """
         _check_text(prompt)
         chunks: Sequence[_Ids]
+        titles: Sequence[str] | None = None
         if isinstance(prompt, TokenPrompt):
             chunks = _listed(prompt.chunks)
         elif isinstance(prompt, ChunkedPrompt):
             with self._lock:
-                chunks = self._chunked(prompt)
+                titles, chunks = zip(*self._chunked(prompt), strict=True)
         elif isinstance(prompt, str):
             with self._lock:
                 chunks = self._raw(prompt)
@@ -131,6 +133,7 @@ class InputProcessor:
             block_size=self._block_size,
             pad_token_id=self._tokenizer.eos_token_id or 0,
             reusable=[True] if len(chunks) == 1 else None,
+            titles=titles,
         )
 
     def document_ids(self, text: str) -> tuple[int, ...]:
@@ -150,6 +153,21 @@ class InputProcessor:
             pad_len = -len(ids) % self._block_size
             ids += (self._tokenizer.eos_token_id or 0,) * pad_len
         return ids
+
+    def document_layout(self, text: str, title: str) -> PromptLayout:
+        """Return a document's chunk as a prompt of its own, to compute it ahead.
+
+        Raises:
+            PromptError: The document is empty.
+        """
+        return build_layout(
+            [self.document_ids(text)],
+            config=self._config,
+            block_size=self._block_size,
+            pad_token_id=self._tokenizer.eos_token_id or 0,
+            reusable=[True],
+            titles=[title],
+        )
 
     def check_len(self, layout: PromptLayout, max_tokens: int) -> int:
         """Return how many tokens can be generated, at most `max_tokens`.
@@ -193,22 +211,29 @@ class InputProcessor:
         return RequestWire(
             ends=tuple(chunk.end for chunk in layout.chunks),
             reusable=tuple(chunk.reusable for chunk in layout.chunks),
+            titles=tuple(chunk.title for chunk in layout.chunks),
             mode=reuse,
             config=config,
             save_tail=save_tail,
             conversation=conversation,
         )
 
-    def _chunked(self, prompt: ChunkedPrompt) -> list[_Ids]:
+    def _chunked(self, prompt: ChunkedPrompt) -> list[tuple[str, _Ids]]:
+        """Return every chunk's title and ids."""
         opening, ending = self._frame(prompt.system)
-        documents = [self._document(text) for text in prompt.texts()]
-        question = self._encoder.mixed("", prompt.question, ending)
+        documents = [
+            (title, self._document(text)) for text, title in prompt.titled_texts()
+        ]
+        question = ("", self._encoder.mixed("", prompt.question, ending))
+        pieces: list[tuple[str, _Ids]]
         if not opening or (list(opening) == self._bos and self._template is None):
             # Nothing but bos: it joins the first document, which then is the exact
             # prefix, or the question.
-            head, *tail = [*documents, question]
-            return _non_empty([[*opening, *head], *tail])
-        return _non_empty([opening, *documents, question])
+            (title, head), *tail = [*documents, question]
+            pieces = [(title, [*opening, *head]), *tail]
+        else:
+            pieces = [(_SYSTEM_TITLE, opening), *documents, question]
+        return [(title, ids) for title, ids in pieces if len(ids)]
 
     def _raw(self, text: str) -> list[_Ids]:
         if not text:

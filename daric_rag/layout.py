@@ -24,6 +24,7 @@ from daric_rag.errors import ConfigError, PromptError
 from daric_rag.selection import Span, recompute_set, total_len
 
 __all__ = [
+    "MAX_TITLE_LEN",
     "Chunk",
     "PromptLayout",
     "Segment",
@@ -32,6 +33,10 @@ __all__ = [
     "cut_segments",
     "split_delimited",
 ]
+
+
+MAX_TITLE_LEN = 80
+"""Characters of a chunk's title, which is for people and decides nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +49,14 @@ class Chunk:
         reusable: Whether its KV may be loaded from and saved to the store.
         pad_len: Trailing padding tokens inside [start, end). They are part of the
             chunk's stored KV, because the chunks behind it attend to them.
+        title: What the store's listing calls it, at most `MAX_TITLE_LEN` characters.
     """
 
     start: int
     end: int
     reusable: bool
     pad_len: int = 0
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +144,7 @@ def build_layout(
     block_size: int,
     pad_token_id: int,
     reusable: Sequence[bool] | None = None,
+    titles: Sequence[str] | None = None,
 ) -> PromptLayout:
     """Lay chunks out in a prompt and select the tokens to recompute.
 
@@ -152,6 +160,7 @@ def build_layout(
         reusable: Whether each chunk may be cached; by default all but the last. With
             several chunks the last is never reusable, whatever is said here. A lone
             chunk is an exact prefix, so ``[True]`` gives plain prefix matching.
+        titles: Of every chunk, for the store's listing; by default none has one.
 
     Raises:
         PromptError: There is no chunk, a chunk is empty, an id is not an int in
@@ -170,6 +179,7 @@ def build_layout(
 
     token_ids: list[int] = []
     chunks: list[Chunk] = []
+    names = titles if titles is not None else [""] * len(pieces)
     for index, (piece, flag) in enumerate(zip(pieces, flags, strict=True)):
         start = len(token_ids)
         token_ids.extend(piece)
@@ -177,7 +187,8 @@ def build_layout(
         # t_i = len(token_ids) is where the next chunk would start without padding.
         pad_len = -len(token_ids) % block_size if aligned and not is_last else 0
         token_ids.extend(pad * pad_len)
-        chunks.append(Chunk(start, len(token_ids), flag, pad_len))
+        title = names[index][:MAX_TITLE_LEN]
+        chunks.append(Chunk(start, len(token_ids), flag, pad_len, title))
 
     windows = recompute_set([(c.start, c.end) for c in chunks], flags, config)
     return PromptLayout(

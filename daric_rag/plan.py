@@ -20,76 +20,21 @@ computed in place, as one more window, and saved from where it lies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from daric_rag.keys import ModelFingerprint, SegmentKey, segment_keys
+from daric_rag.chunk_plan import (
+    ChunkHits,
+    ChunkPlan,
+    MatchSegments,
+    SegmentSave,
+    cached_chunks,
+)
+from daric_rag.keys import ModelFingerprint, SegmentKey
 from daric_rag.selection import Span, merge, recompute_set, subtract, total_len
 from daric_rag.wire import RequestWire
 
-__all__ = ["ChunkPlan", "RequestPlan", "SegmentSave", "plan_request"]
-
-MatchSegments = Callable[[Sequence[SegmentKey]], int]
-"""From a chain of keys to how many of its leading segments are in the store."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkPlan:
-    """One chunk whose independent KV has to be put into the request's blocks.
-
-    Attributes:
-        start: First position; also the distance by which its keys are re-encoded.
-        end: Position after its last token.
-        keys: Its segments' keys, [num_segments].
-        max_segment_len: Tokens per segment; the last one may be shorter.
-        num_hit_segments: Leading segments that the index knows. The rest is
-            generated on top of them.
-        place_from: First position to write; before it lies the GPU prefix.
-        contiguous: Whether every chunk before it is hit: the group it counts to.
-    """
-
-    start: int
-    end: int
-    keys: tuple[SegmentKey, ...]
-    max_segment_len: int
-    num_hit_segments: int
-    place_from: int
-    contiguous: bool
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the chunk."""
-        return self.end - self.start
-
-    @property
-    def hit_len(self) -> int:
-        """Leading tokens that the store has."""
-        return min(self.num_hit_segments * self.max_segment_len, self.num_tokens)
-
-    @property
-    def loaded_len(self) -> int:
-        """Tokens of the hit that are written, those beyond the GPU prefix."""
-        return max(0, self.start + self.hit_len - self.place_from)
-
-    def segment_span(self, index: int) -> Span:
-        """Positions of segment `index` within the chunk."""
-        start = index * self.max_segment_len
-        return start, min(start + self.max_segment_len, self.num_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentSave:
-    """A segment of the first chunk that will lie in the request's blocks, exact.
-
-    Attributes:
-        key: Its key.
-        start: First position in the prompt.
-        end: Position after its last token.
-    """
-
-    key: SegmentKey
-    start: int
-    end: int
+__all__ = ["RequestPlan", "plan_request"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +48,10 @@ class RequestPlan:
         chunks: Chunks to load or to generate, by position.
         windows: The refined recompute set, the last window included.
         saves: Segments of the first chunk to be saved once they are computed.
-        first_keys: All keys of the first chunk, the chain that `saves` ends.
+        first_keys: All keys of the first chunk, which `saves` points into.
+        first_title: The first chunk's title.
+        root: The model's fingerprint in the request's namespace: the parent of every
+            chunk's first segment.
         contiguous_hit_len: Tokens of the contiguous hits beyond the GPU prefix.
         disjoint_hit_len: Tokens of the disjoint hits beyond the GPU prefix.
     """
@@ -115,6 +63,8 @@ class RequestPlan:
     windows: tuple[Span, ...]
     saves: tuple[SegmentSave, ...]
     first_keys: tuple[SegmentKey, ...]
+    first_title: str
+    root: ModelFingerprint
     contiguous_hit_len: int
     disjoint_hit_len: int
 
@@ -163,8 +113,8 @@ def plan_request(
             missing one is computed in full context instead. None: any.
     """
     chunks = [
-        _ChunkHits.of(span, token_ids, root, max_segment_len, match)
-        for span in _cached_spans(wire, max_segment_len)
+        ChunkHits.of(chunk, token_ids, root, max_segment_len, match)
+        for chunk in cached_chunks(wire, max_segment_len)
     ]
     windows = subtract(_windows_of(wire, chunks, max_generated_len), gpu_prefix_len)
     # None is left when the prefix cache reaches beyond the prompt, into the answer of
@@ -185,13 +135,15 @@ def plan_request(
         windows=windows,
         saves=first.saves() if first else (),
         first_keys=first.keys if first else (),
+        first_title=first.chunk.title if first else "",
+        root=root,
         contiguous_hit_len=sum(c.loaded_len for c in placed if c.contiguous),
         disjoint_hit_len=sum(c.loaded_len for c in placed if not c.contiguous),
     )
 
 
 def _windows_of(
-    wire: RequestWire, chunks: Sequence[_ChunkHits], max_generated_len: int | None
+    wire: RequestWire, chunks: Sequence[ChunkHits], max_generated_len: int | None
 ) -> tuple[Span, ...]:
     """Everything that is computed in full context, as if nothing were resident."""
     windows = [
@@ -210,71 +162,6 @@ def _windows_of(
     return merge(windows)
 
 
-@dataclass(frozen=True, slots=True)
-class _ChunkHits:
-    """A reusable chunk and what the index knows of it."""
-
-    start: int
-    end: int
-    keys: tuple[SegmentKey, ...]
-    max_segment_len: int
-    num_hit_segments: int
-
-    @classmethod
-    def of(
-        cls,
-        span: Span,
-        token_ids: Sequence[int],
-        root: ModelFingerprint,
-        max_segment_len: int,
-        match: MatchSegments,
-    ) -> _ChunkHits:
-        start, end = span
-        keys = segment_keys(root, token_ids[start:end], max_segment_len)
-        return cls(start, end, keys, max_segment_len, match(keys))
-
-    @property
-    def hit_len(self) -> int:
-        return min(self.num_hit_segments * self.max_segment_len, self.end - self.start)
-
-    @property
-    def is_hit(self) -> bool:
-        return self.num_hit_segments == len(self.keys)
-
-    def plan(self, gpu_prefix_len: int, *, contiguous: bool) -> ChunkPlan:
-        # Of the first chunk only the hit part is placed: its rest is a window.
-        hit_only = self.start == 0
-        num_keys = self.num_hit_segments if hit_only else len(self.keys)
-        return ChunkPlan(
-            start=self.start,
-            end=self.start + self.hit_len if hit_only else self.end,
-            keys=self.keys[:num_keys],
-            max_segment_len=self.max_segment_len,
-            num_hit_segments=self.num_hit_segments,
-            place_from=max(self.start, gpu_prefix_len),
-            contiguous=contiguous,
-        )
-
-    def saves(self) -> tuple[SegmentSave, ...]:
-        starts = range(self.hit_len, self.end, self.max_segment_len)
-        return tuple(
-            SegmentSave(key, start, min(start + self.max_segment_len, self.end))
-            for key, start in zip(
-                self.keys[self.num_hit_segments :], starts, strict=True
-            )
-        )
-
-
-def _cached_spans(wire: RequestWire, max_segment_len: int) -> list[Span]:
-    spans = [s for s, keep in zip(wire.spans, wire.reusable, strict=True) if keep]
-    if len(wire.spans) == 1 and spans and not wire.save_tail:
-        # A prompt without delimiters is one chunk, and the index degenerates to
-        # fixed-size prefix matching: a ragged tail would hardly ever be hit again.
-        whole = wire.prompt_len // max_segment_len * max_segment_len
-        return [(0, whole)] if whole else []
-    return spans
-
-
 def _between(prompt_len: int, spans: Sequence[Span]) -> list[Span]:
     """What no cached span covers: nobody else provides it, so it is computed."""
     edges = [0, *(edge for span in spans for edge in span), prompt_len]
@@ -282,7 +169,7 @@ def _between(prompt_len: int, spans: Sequence[Span]) -> list[Span]:
 
 
 def _needs_placing(
-    chunk: _ChunkHits, windows: Sequence[Span], gpu_prefix_len: int
+    chunk: ChunkHits, windows: Sequence[Span], gpu_prefix_len: int
 ) -> bool:
     # A missing chunk that is recomputed as a whole is not generated either, nor a hit
     # loaded. The first chunk's missing part is a window already.
@@ -296,7 +183,7 @@ def _needs_placing(
 
 
 def _contiguous_starts(
-    spans: Sequence[Span], chunks: Sequence[_ChunkHits]
+    spans: Sequence[Span], chunks: Sequence[ChunkHits]
 ) -> frozenset[int]:
     """Starts of the chunks before which every chunk is hit (section 3.3.2)."""
     by_start = {chunk.start: chunk for chunk in chunks}

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from daric_rag.chunk_plan import ChunkPlan
+from daric_rag.document_info import DocumentInfo
 from daric_rag.errors import EngineError
-from daric_rag.keys import SegmentKey
-from daric_rag.plan import ChunkPlan
+from daric_rag.keys import ModelFingerprint, SegmentKey
 from daric_rag.selection import Span
 
 __all__ = [
@@ -44,6 +45,8 @@ class RequestStep:
         chunks: Chunks to load or to generate.
         early_windows: Windows to recompute before the last one, by position.
         hit_len: Start of the last window, which vLLM scheduled itself.
+        root: Parent of every chunk's first segment.
+        namespace: The tenant that what it generates is saved for.
     """
 
     req_id: str
@@ -52,6 +55,8 @@ class RequestStep:
     chunks: tuple[ChunkPlan, ...]
     early_windows: tuple[Span, ...]
     hit_len: int
+    root: ModelFingerprint
+    namespace: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +65,20 @@ class SaveStep:
 
     Attributes:
         key: Its key.
+        parent: Key of the segment before it, or the root.
+        index: Which of its chunk's segments it is.
         start: First position in the prompt.
         end: Position after its last token.
+        document: What it says about the document that ends with it, if one does.
         block_ids: The request's blocks from position 0 on.
     """
 
     key: SegmentKey
+    parent: bytes
+    index: int
     start: int
     end: int
+    document: DocumentInfo | None
     block_ids: tuple[int, ...]
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from daric_rag.config import DaricConfig, shown
 from daric_rag.errors import ConfigError, WireError
 from daric_rag.keys import cache_salt, chunking_id
+from daric_rag.layout import MAX_TITLE_LEN
 from daric_rag.selection import ReuseMode, Span
 
 __all__ = [
@@ -57,6 +58,7 @@ class RequestWire:
             capacities and segment length.
         save_tail: Whether a lone chunk is stored to its last token, as pre-warming
             wants it, or in full segments only.
+        titles: Of every chunk, for the store's listing, [M]; empty: none has one.
         conversation: Id of a template or conversation whose prompts only ever grow by
             whole chunks; a longer prompt then still takes its earlier blocks from
             vLLM's prefix cache. None: only an equal layout shares blocks.
@@ -68,6 +70,7 @@ class RequestWire:
     config: DaricConfig
     save_tail: bool = False
     conversation: str | None = None
+    titles: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check what a foreign client may have got wrong."""
@@ -88,6 +91,14 @@ class RequestWire:
             )
         if self.conversation is not None and not isinstance(self.conversation, str):
             raise WireError("conversation must be a str or absent")
+        if len(self.titles) not in (0, len(self.ends)) or not all(
+            isinstance(title, str) and len(title) <= MAX_TITLE_LEN
+            for title in self.titles
+        ):
+            raise WireError(
+                f"titles must be one str per chunk, of at most {MAX_TITLE_LEN} "
+                f"characters, or absent"
+            )
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -111,6 +122,7 @@ def encode_request(wire: RequestWire) -> dict[str, Any]:
             "save_tail": int(wire.save_tail),
             "conversation": wire.conversation,
             "namespace": wire.config.namespace,
+            "titles": list(wire.titles),
             **wire.config.policy_fields(),
         }
     }
@@ -143,6 +155,7 @@ def decode_request(params: Mapping[str, Any] | None) -> RequestWire | None:
             config=config,
             save_tail=_flags([entry["save_tail"]])[0],
             conversation=entry["conversation"],
+            titles=_listed(entry["titles"]),
         )
     except (KeyError, ConfigError) as error:
         raise WireError(f"a request's layout is damaged: {error}") from error
@@ -196,13 +209,18 @@ def decode_reuse(params: Mapping[str, Any] | None, into: type[_T]) -> _T | None:
     )
 
 
+def _listed(values: object) -> tuple[Any, ...]:
+    if not isinstance(values, list | tuple):
+        raise WireError(f"expected a list, got {shown(values)}")
+    return tuple(values)
+
+
 def _ints(values: object) -> tuple[int, ...]:
     # bool is a subclass of int, but an end of True is damage.
-    if not isinstance(values, list | tuple) or not all(
-        isinstance(value, int) and not isinstance(value, bool) for value in values
-    ):
+    listed = _listed(values)
+    if not all(isinstance(value, int) and type(value) is not bool for value in listed):
         raise WireError(f"expected a list of ints, got {shown(values)}")
-    return tuple(values)
+    return listed
 
 
 def _flags(values: object) -> tuple[bool, ...]:

@@ -10,8 +10,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from daric_rag.chunk_plan import ChunkPlan
+from daric_rag.document_info import DocumentInfo
 from daric_rag.keys import SegmentKey
-from daric_rag.plan import ChunkPlan
 from daric_rag.runtime.kv_mover import KvMover
 from daric_rag.runtime.metadata import DaricWorkerMetadata
 from daric_rag.runtime.step_builder import StepPasses, SubRequest
@@ -25,6 +26,7 @@ from daric_rag.steps import (
     generation_batches,
 )
 from daric_rag.storage.base import Record
+from daric_rag.storage.format import SegmentIdentity
 
 __all__ = ["BlockFiller", "MissingChunk", "save_segment"]
 
@@ -104,6 +106,7 @@ class BlockFiller:
                 entry = MissingChunk(chunk, ids, loaded)
                 entry = missing.setdefault(chunk.keys[-1], entry)
                 entry.wanted.append((step, chunk))
+            self._mover.settle()
             spent_s = time.perf_counter() - started_s
             self._report.reports[step.req_id].load_s += spent_s
         return list(missing.values())
@@ -170,6 +173,7 @@ class BlockFiller:
             served: set[str] = set()
             for index, blocks in batch.block_ids.items():
                 served |= self._harvest(missing[index], blocks)
+            self._mover.settle()
             spent_s = time.perf_counter() - started_s
             for req_id in served:
                 self._report.reports[req_id].generation_s += spent_s
@@ -210,9 +214,9 @@ class BlockFiller:
         records = list(entry.loaded)
         for index in range(len(records), len(entry.chunk.keys)):
             start, end = entry.chunk.segment_span(index)
-            key = entry.chunk.keys[index]
+            identity = self._identity(entry, index)
             record = save_segment(
-                self._mover, self._report, key, blocks, start, end - start
+                self._mover, self._report, identity, blocks, start, end - start
             )
             records.append(record)
         # The first to want it pays for it; the others find it made.
@@ -227,6 +231,14 @@ class BlockFiller:
             self._place(records, request, chunk)
         return {request.req_id for request, _ in entry.wanted}
 
+    def _identity(self, entry: MissingChunk, index: int) -> SegmentIdentity:
+        step, chunk = entry.wanted[0]
+        document = None
+        if chunk.ends_document and index == len(chunk.keys) - 1:
+            document = DocumentInfo.of(entry.token_ids, chunk.title, step.namespace)
+        parent = chunk.keys[index - 1] if index else step.root
+        return self._mover.identity(chunk.keys[index], parent, index, document)
+
     def _fits_scratch(self, entry: MissingChunk) -> bool:
         # A lost chunk too long for what could be borrowed is computed in full context,
         # as the scheduler side would have planned it, had it known.
@@ -237,15 +249,15 @@ class BlockFiller:
 def save_segment(
     mover: KvMover,
     report: DaricWorkerMetadata,
-    key: SegmentKey,
+    identity: SegmentIdentity,
     blocks: Sequence[int],
     start: int,
     num_tokens: int,
 ) -> Record:
     """Save a segment from blocks and report it if the store took it."""
-    record, stored = mover.save(key, blocks, start, num_tokens)
+    record, stored = mover.save(identity, blocks, start, num_tokens)
     if stored:
-        report.saved[key] = record.record_bytes
+        report.saved[SegmentKey(identity.key)] = record.record_bytes
     return record
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 from daric_rag.config import DaricConfig
 from daric_rag.errors import UnsupportedModelError
 from daric_rag.runtime.gate import MAX_GATE_TOKENS, check_cached_keys
-from daric_rag.runtime.identity import model_fields
+from daric_rag.runtime.identity import model_fields, namespace_root
 from daric_rag.runtime.metadata import DaricMetadata, DaricWorkerMetadata
 from daric_rag.runtime.rope import rope_parameters
 from daric_rag.runtime.scheduler_side import SchedulerSide
 from daric_rag.runtime.scratch import ScratchBlocks
 from daric_rag.runtime.step_builder import RunPass
+from daric_rag.runtime.store_view import StoreView
 from daric_rag.runtime.support import check_vllm_config
 from daric_rag.runtime.vllm_api import (
     FullAttentionSpec,
@@ -28,7 +30,7 @@ from daric_rag.runtime.vllm_api import (
 )
 from daric_rag.runtime.worker_side import WorkerSide
 from daric_rag.steps import Limits
-from daric_rag.storage import open_probe, open_store
+from daric_rag.storage import load_cipher, open_probe, open_store
 from daric_rag.storage.format import payload_len_of
 
 __all__ = ["CONFIG_KEY", "STORE_KEY", "DaricConnector"]
@@ -62,25 +64,40 @@ class DaricConnector(KVConnectorBase_V1):
         config = DaricConfig.from_dict(extra.get(CONFIG_KEY, {}))
         scheduler = vllm_config.scheduler_config
         limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-        fields = model_fields(vllm_config)
+        fields = model_fields(vllm_config, kv_storage=config.kv_storage)
         store = extra.get(STORE_KEY)
         if role is KVConnectorRole.SCHEDULER:
             num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
-            shape = (num_layers, 1, spec.num_kv_heads, spec.head_size)
-            self._probe = open_probe(store)
-            self.scheduler = SchedulerSide(
-                config,
-                fields,
-                limits,
-                probe=self._probe.contains,
-                index_bytes=config.host_bytes + config.disk_bytes,
-                record_bytes_per_token=payload_len_of(shape, _name(spec.dtype)),
+            shape = (
+                num_layers,
+                config.max_segment_len,
+                spec.num_kv_heads,
+                spec.head_size,
             )
+            self._probe = open_probe(store)
+            view = StoreView(
+                partial(namespace_root, fields),
+                probe=self._probe.contains,
+                max_bytes=config.host_bytes + config.disk_bytes,
+                segment_bytes=payload_len_of(shape, _name(spec.dtype)),
+                max_segment_len=config.max_segment_len,
+            )
+            self.scheduler = SchedulerSide(config, view, limits)
         else:
             tiers = open_store(
-                store, host_bytes=config.host_bytes, disk_bytes=config.disk_bytes
+                store,
+                host_bytes=config.host_bytes,
+                disk_bytes=config.disk_bytes,
+                eviction=config.eviction,
+                cipher=load_cipher(config.encryption_key_file),
             )
-            self.worker = WorkerSide(tiers, fields, limits, block_size=spec.block_size)
+            self.worker = WorkerSide(
+                tiers,
+                fields,
+                limits,
+                block_size=spec.block_size,
+                kv_storage=config.kv_storage,
+            )
 
     # Worker side.
 

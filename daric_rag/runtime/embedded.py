@@ -22,7 +22,6 @@ from daric_rag.engine import (
     Delta,
     GenerationOptions,
     Prompt,
-    TokenPrompt,
 )
 from daric_rag.errors import ConfigError, EngineClosedError, PromptError
 from daric_rag.input_processor import InputProcessor
@@ -163,16 +162,14 @@ class EmbeddedEngine:
         Raises:
             PromptTooLongError: A document exceeds the model's context.
         """
-        texts = ChunkedPrompt(documents=documents, question="-").texts()
+        titled = ChunkedPrompt(documents=documents, question="-").titled_texts()
         submissions = [
             self._finish(
-                self._processor.layout(
-                    TokenPrompt([self._processor.document_ids(text)])
-                ),
+                self._processor.document_layout(text, title),
                 GenerationOptions(max_tokens=1),
                 save_tail=True,
             )
-            for text in dict.fromkeys(texts)
+            for text, title in dict(titled).items()
         ]
         completions = self._complete(submissions)
         return sum(completion.reuse.saved_tokens > 0 for completion in completions)

@@ -28,11 +28,14 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "use_cache")
 
 
-def model_fields(config: VllmConfig, *, rank: int = 0) -> dict[str, Scalar]:
+def model_fields(
+    config: VllmConfig, *, kv_storage: str = "model", rank: int = 0
+) -> dict[str, Scalar]:
     """Return everything that decides the bytes of this engine's KV.
 
     Args:
         config: The engine's configuration.
+        kv_storage: How records hold the KV; see `DaricConfig`.
         rank: Tensor-parallel rank whose heads the KV holds.
     """
     model = config.model_config
@@ -41,6 +44,7 @@ def model_fields(config: VllmConfig, *, rank: int = 0) -> dict[str, Scalar]:
         "config": _config_identity(model.hf_text_config),
         "dtype": str(model.dtype),
         "kv_dtype": str(config.cache_config.cache_dtype),
+        "kv_storage": kv_storage,
         "quantization": str(model.quantization),
         "load_format": _load_format(config),
         "tp_size": config.parallel_config.tensor_parallel_size,

@@ -5,48 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from daric_rag.document_info import DocumentInfo, encode_document
 from daric_rag.errors import StoreError
 from daric_rag.keys import SegmentKey
+from daric_rag.runtime.kv_codec import KvCodec, KvShape
 from daric_rag.runtime.kv_layout import KvLayout
 from daric_rag.runtime.rope import Reencoder
 from daric_rag.storage import TieredStore
 from daric_rag.storage.base import Record
-from daric_rag.storage.format import RecordHeader
+from daric_rag.storage.format import RecordHeader, SegmentIdentity
 
-__all__ = ["KvMover", "KvShape"]
+__all__ = ["KvMover"]
 
 logger = logging.getLogger(__name__)
-
-
-class KvShape:
-    """Shape of one token's KV: what every record of this engine must have.
-
-    Attributes:
-        num_layers: Layers.
-        num_kv_heads: Key-value heads per layer.
-        head_dim: Elements per head.
-        dtype: Of the elements.
-    """
-
-    def __init__(
-        self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> None:
-        """Keep the shape."""
-        self.num_layers, self.num_kv_heads = num_layers, num_kv_heads
-        self.head_dim, self.dtype = head_dim, dtype
-
-    @property
-    def dtype_name(self) -> str:
-        """The record format's name of the dtype."""
-        return str(self.dtype).removeprefix("torch.")
-
-    def of(self, num_tokens: int) -> tuple[int, int, int, int]:
-        """``(num_layers, num_tokens, num_kv_heads, head_dim)``."""
-        return (self.num_layers, num_tokens, self.num_kv_heads, self.head_dim)
 
 
 class KvMover:
@@ -59,12 +33,14 @@ class KvMover:
         reencoder: Reencoder,
         *,
         shape: KvShape,
+        codec: KvCodec,
         fingerprint: bytes,
         device: torch.device,
     ) -> None:
         """Bind store, blocks and model together."""
         self._store, self._layout, self._reencoder = store, layout, reencoder
-        self._shape, self._fingerprint, self._device = shape, fingerprint, device
+        self._shape, self._codec = shape, codec
+        self._fingerprint, self._device = fingerprint, device
         self._warned: set[str] = set()
 
     def read(
@@ -115,7 +91,7 @@ class KvMover:
         stop = min(num_tokens, place_until - start)
         if skip >= stop:
             return
-        keys, values = self._tensors(record.payload, num_tokens)
+        keys, values = self._codec.tensors_of(record.payload, num_tokens)
         turned = self._reencoder.reencode_keys(self._to_device(keys), chunk_start)
         self._layout.scatter(
             turned[:, skip:stop],
@@ -124,15 +100,39 @@ class KvMover:
             start + skip,
         )
 
+    def settle(self) -> None:
+        """Return when no copy to the device reads from a record any more.
+
+        From page-locked memory copies are asynchronous, and a record's memory is used
+        again as soon as nobody holds the record.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def identity(
+        self,
+        key: SegmentKey,
+        parent: bytes,
+        index: int,
+        document: DocumentInfo | None,
+    ) -> SegmentIdentity:
+        """Return a segment's identity as a record of this engine's model."""
+        side_data = b"" if document is None else encode_document(document)
+        return SegmentIdentity(key, parent, self._fingerprint, index, side_data)
+
     def save(
-        self, key: SegmentKey, block_ids: Sequence[int], start: int, num_tokens: int
+        self,
+        identity: SegmentIdentity,
+        block_ids: Sequence[int],
+        start: int,
+        num_tokens: int,
     ) -> tuple[Record, bool]:
         """Save a segment from blocks, as it lies there.
 
         A store that cannot take it costs later requests time and nothing else.
 
         Args:
-            key: Its key.
+            identity: From `identity`.
             block_ids: The sequence's blocks from position 0 on.
             start: Its first position in that sequence, at which its keys are right.
             num_tokens: Its length.
@@ -141,14 +141,15 @@ class KvMover:
             The record, in memory whatever the store did, and whether it took it.
         """
         header = RecordHeader.for_shape(
-            key, self._fingerprint, self._shape.of(num_tokens), self._shape.dtype_name
+            identity, self._shape.of(num_tokens), self._codec.dtype_name
         )
-        buffer = self._allocate(header.payload_len)
-        keys, values = self._tensors(buffer, num_tokens)
+        buffer = self._allocate(header.payload_len, identity.parent)
+        keys, values = self._codec.staging(buffer, num_tokens)
         self._gather(keys, values, block_ids, start)
-        record = Record(header, buffer)
+        self._codec.payload_of(keys, values, buffer)
+        record = Record(header, buffer, identity.side_data)
         try:
-            self._store.write(header, buffer)
+            self._store.write(header, buffer, identity.side_data)
         except Exception as error:
             self._warn("saved", error)
             return record, False
@@ -158,25 +159,15 @@ class KvMover:
         header = record.header
         return (
             header.shape == self._shape.of(num_tokens)
-            and header.dtype == self._shape.dtype_name
+            and header.dtype == self._codec.dtype_name
         )
 
-    def _allocate(self, nbytes: int) -> memoryview:
+    def _allocate(self, nbytes: int, parent: bytes) -> memoryview:
         try:
-            return self._store.allocate(nbytes)
+            return self._store.allocate(nbytes, parent=parent)
         except StoreError as error:
             self._warn("saved", error)
             return memoryview(bytearray(nbytes))
-
-    def _tensors(self, payload: memoryview, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """View a payload as K and V ``[num_layers, num_tokens, heads, head_dim]``.
-
-        The views keep the payload alive. torch has no read-only tensors, so nobody
-        may write to what comes from a record.
-        """
-        raw = torch.from_dlpack(np.frombuffer(payload, dtype=np.uint8))
-        both = raw.view(self._shape.dtype).view(2, *self._shape.of(num_tokens))
-        return both[0], both[1]
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)

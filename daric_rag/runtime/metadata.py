@@ -70,15 +70,22 @@ class DaricWorkerMetadata(KVConnectorWorkerMetadata):
     Attributes:
         saved: Records written, key to bytes.
         lost: Keys that the index believed in and the store could not provide.
+        evicted: Keys that the store gave up to make room.
         reports: By request id.
     """
 
     saved: dict[SegmentKey, int] = field(default_factory=dict)
     lost: set[SegmentKey] = field(default_factory=set)
+    evicted: set[SegmentKey] = field(default_factory=set)
     reports: dict[str, RequestReport] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> DaricWorkerMetadata:
         """Combine ranks: a segment exists when every rank has saved it."""
         assert isinstance(other, DaricWorkerMetadata)
         saved = {k: v for k, v in self.saved.items() if k in other.saved}
-        return DaricWorkerMetadata(saved, self.lost | other.lost, self.reports)
+        return DaricWorkerMetadata(
+            saved,
+            self.lost | other.lost,
+            self.evicted | other.evicted,
+            self.reports,
+        )

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from daric_rag.config import DaricConfig
+from daric_rag.document_info import DocumentInfo
 from daric_rag.errors import WireError
-from daric_rag.index import SegmentIndex
-from daric_rag.keys import ModelFingerprint, Scalar, SegmentKey
+from daric_rag.keys import SegmentKey
 from daric_rag.plan import RequestPlan, plan_request
-from daric_rag.runtime.identity import namespace_root
 from daric_rag.runtime.metadata import DaricWorkerMetadata
 from daric_rag.runtime.scratch import ScratchBlocks
+from daric_rag.runtime.store_view import StoreView
 from daric_rag.runtime.tracking import SegmentChain, TrackedRequest, reuse_stats
 from daric_rag.selection import total_len
 from daric_rag.steps import Limits, RequestStep, SaveStep, StepPlan
@@ -23,39 +23,18 @@ __all__ = ["SchedulerSide"]
 
 logger = logging.getLogger(__name__)
 
-Probe = Callable[[SegmentKey], bool]
-"""Whether the store has a segment that the index does not know, as when another
-process saved it, or this one before a restart."""
-
 
 class SchedulerSide:
     """Scheduler process. Decides; the worker side obeys.
 
     Args:
         config: The engine's configuration of daric_rag.
-        fields: What the model's KV depends on, without the namespace.
+        view: What the store is believed to hold.
         limits: Of one forward pass.
-        probe: Asks the store about segments that the index does not know.
-        index_bytes: Bytes of records that the store can hold: what the index knows
-            beyond that is long gone.
-        record_bytes_per_token: Of a record, for the index's account.
     """
 
-    def __init__(
-        self,
-        config: DaricConfig,
-        fields: dict[str, Scalar],
-        limits: Limits,
-        *,
-        probe: Probe,
-        index_bytes: int,
-        record_bytes_per_token: int,
-    ) -> None:
-        self._config, self._fields, self._limits = config, fields, limits
-        self._probe, self._index_bytes = probe, index_bytes
-        self._bytes_per_token = record_bytes_per_token
-        self.index = SegmentIndex()
-        self._roots: dict[str, ModelFingerprint] = {}
+    def __init__(self, config: DaricConfig, view: StoreView, limits: Limits) -> None:
+        self._config, self._view, self._limits = config, view, limits
         self._tracked: dict[str, TrackedRequest] = {}
         self._admitted: list[RequestStep] = []
         self._admitted_window_len = self._admitted_missing_len = 0
@@ -103,7 +82,7 @@ class SchedulerSide:
         tracked.in_prefill, tracked.plan = False, None
         if tracked.reason or tracked.wire is None:
             return 0
-        root = self._root(tracked.wire.config.namespace)
+        root = self._view.root(tracked.wire.config.namespace)
         plan = plan_request(
             tracked.wire,
             request.prompt_token_ids,
@@ -111,7 +90,7 @@ class SchedulerSide:
             root=root,
             max_segment_len=self._config.max_segment_len,
             max_generated_len=self._pool.max_generated_len(tracked.wire.prompt_len),
-            match=lambda keys: self._match(root, keys),
+            match=lambda keys: self._view.match(root, keys),
         )
         chunk_lens = [chunk.num_tokens for chunk in plan.chunks]
         if self._must_wait(tracked, plan) or (
@@ -130,14 +109,13 @@ class SchedulerSide:
         if tracked.plan is None or tracked.wire is None:
             return
         plan = tracked.plan
-        root = self._root(tracked.wire.config.namespace)
         for chunk in plan.chunks:
-            self.index.touch(root, chunk.keys[: chunk.num_hit_segments])
+            self._view.touch(plan.root, chunk.keys[: chunk.num_hit_segments])
             # Hits too: one that turns out to be lost is generated and saved again.
             for index in range(len(chunk.keys)):
                 start, end = chunk.segment_span(index)
                 chain = chunk.keys[: index + 1]
-                self._saving[chain[-1]] = SegmentChain(root, chain, end - start)
+                self._saving[chain[-1]] = SegmentChain(plan.root, chain, end - start)
         self._pool.borrow(
             request.num_tokens,
             [chunk.num_tokens for chunk in plan.chunks],
@@ -149,6 +127,7 @@ class SchedulerSide:
         # everybody's.
         exact = tracked.own_salt or plan.gpu_prefix_len == 0
         tracked.unsaved = list(plan.saves) if exact else []
+        tracked.token_ids = request.prompt_token_ids
         self._admitted_window_len += total_len(plan.early_windows)
         self._admitted_missing_len += plan.missing_len
         self._admitted.append(
@@ -159,6 +138,8 @@ class SchedulerSide:
                 chunks=plan.chunks,
                 early_windows=plan.early_windows,
                 hit_len=plan.hit_len,
+                root=plan.root,
+                namespace=tracked.wire.config.namespace,
             )
         )
 
@@ -198,10 +179,11 @@ class SchedulerSide:
 
     def take_report(self, report: DaricWorkerMetadata) -> None:
         """Learn what the worker really saved, missed and spent."""
-        for key in report.lost:
-            self.index.remove(key)
-        for key, nbytes in report.saved.items():
-            self._index_saved(key, nbytes)
+        self._view.forget(report.evicted)
+        self._view.forget(report.lost)
+        for key in report.saved:
+            if key in self._saving:
+                self._view.learn(self._saving[key].root, self._saving[key].keys)
             if key in self._saving_for:
                 self._saving_for[key].saved_tokens += self._saving[key].num_tokens
         closing = {req_id: entry[0] for req_id, entry in self._closing.items()}
@@ -257,21 +239,6 @@ class SchedulerSide:
             return "its cache_salt is not that of its layout; use wire.salt_of"
         return ""
 
-    def _root(self, namespace: str) -> ModelFingerprint:
-        if namespace not in self._roots:
-            self._roots[namespace] = namespace_root(self._fields, namespace)
-        return self._roots[namespace]
-
-    def _match(self, root: ModelFingerprint, keys: Sequence[SegmentKey]) -> int:
-        known = self.index.match(root, keys)
-        while known < len(keys) and self._probe(keys[known]):
-            lens = [self._config.max_segment_len] * (known + 1)
-            nbytes = [n * self._bytes_per_token for n in lens]
-            self.index.insert(root, keys[: known + 1], lens, nbytes)
-            known += 1
-            self._bound_index()
-        return known
-
     def _must_wait(self, tracked: TrackedRequest, plan: RequestPlan) -> bool:
         """Whether the request must not share a step with what is running.
 
@@ -297,26 +264,6 @@ class SchedulerSide:
             for other in self._tracked.values()
         )
 
-    def _index_saved(self, key: SegmentKey, nbytes: int) -> None:
-        chain = self._saving.get(key)
-        if chain is None:
-            return
-        # Without its ancestors a segment could not be matched; should one have failed
-        # to be saved, the next request finds out by probing.
-        *ancestors, _ = chain.keys
-        if self.index.match(chain.root, ancestors) == len(ancestors):
-            lens = [self._config.max_segment_len] * len(ancestors)
-            sizes = [tokens * self._bytes_per_token for tokens in lens]
-            self.index.insert(
-                chain.root, chain.keys, [*lens, chain.num_tokens], [*sizes, nbytes]
-            )
-            self._bound_index()
-
-    def _bound_index(self) -> None:
-        excess = self.index.nbytes - self._index_bytes
-        if excess > 0:
-            self.index.evict(excess)
-
     def _ready_saves(
         self,
         req_id: str,
@@ -326,17 +273,34 @@ class SchedulerSide:
     ) -> list[SaveStep]:
         assert tracked.plan is not None
         assert tracked.wire is not None
+        plan = tracked.plan
         # Early windows are complete after the admitting step, the last one grows.
-        done = max(num_computed, tracked.plan.hit_len)
+        done = max(num_computed, plan.hit_len)
         ready = [save for save in tracked.unsaved if save.end <= done]
         if not ready:
             return []
         tracked.unsaved = [save for save in tracked.unsaved if save.end > done]
         blocks = tuple(block_ids_of(req_id))
-        root = self._root(tracked.wire.config.namespace)
+        steps: list[SaveStep] = []
         for save in ready:
-            num_keys = save.start // self._config.max_segment_len + 1
-            chain = tracked.plan.first_keys[:num_keys]
-            self._saving[save.key] = SegmentChain(root, chain, save.end - save.start)
-            self._saving_for[save.key] = tracked
-        return [SaveStep(save.key, save.start, save.end, blocks) for save in ready]
+            chain = plan.first_keys[: save.index + 1]
+            self._saving[chain[-1]] = SegmentChain(
+                plan.root, chain, save.end - save.start
+            )
+            self._saving_for[chain[-1]] = tracked
+            document = None
+            if save.ends_document:
+                ids, namespace = tracked.token_ids, tracked.wire.config.namespace
+                document = DocumentInfo.of(ids[: save.end], plan.first_title, namespace)
+            steps.append(
+                SaveStep(
+                    chain[-1],
+                    chain[-2] if save.index else plan.root,
+                    save.index,
+                    save.start,
+                    save.end,
+                    document,
+                    blocks,
+                )
+            )
+        return steps

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from daric_rag.chunk_plan import SegmentSave
 from daric_rag.engine import ReuseStats
 from daric_rag.keys import ModelFingerprint, SegmentKey
-from daric_rag.plan import RequestPlan, SegmentSave
+from daric_rag.plan import RequestPlan
 from daric_rag.runtime.metadata import RequestReport
 from daric_rag.wire import RequestWire
 
@@ -26,6 +28,7 @@ class TrackedRequest:
         reason: Why nothing can be reused, or "".
         plan: Of its last admission.
         first_plan: Of its first one, before any preemption; what the client is told.
+        token_ids: The prompt's ids, vLLM's own list.
         unsaved: Segments of the first chunk still to be saved in place.
         in_prefill: Whether some of its claimed prompt is not computed yet.
         report: What its admissions took, summed.
@@ -38,6 +41,7 @@ class TrackedRequest:
     reason: str = ""
     plan: RequestPlan | None = None
     first_plan: RequestPlan | None = None
+    token_ids: Sequence[int] = ()
     unsaved: list[SegmentSave] = field(default_factory=list)
     in_prefill: bool = False
     report: RequestReport = field(default_factory=RequestReport)

@@ -21,16 +21,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from daric_rag.keys import Scalar, model_fingerprint
+from daric_rag.config import KvStorageName
+from daric_rag.keys import Scalar, SegmentKey, model_fingerprint
 from daric_rag.runtime.block_filler import BlockFiller, save_segment
+from daric_rag.runtime.kv_codec import KvShape, codec_of
 from daric_rag.runtime.kv_layout import KvLayout, WriteSlots
-from daric_rag.runtime.kv_mover import KvMover, KvShape
+from daric_rag.runtime.kv_mover import KvMover
 from daric_rag.runtime.kv_probe import probe_layout
 from daric_rag.runtime.metadata import (
     DaricMetadata,
     DaricWorkerMetadata,
     RequestReport,
 )
+from daric_rag.runtime.pinned_memory import pin_arena
 from daric_rag.runtime.rope import Reencoder, RopeParameters, RotateFn
 from daric_rag.runtime.step_builder import (
     RunPass,
@@ -58,6 +61,7 @@ class WorkerSide:
         fields: What the model's KV depends on, this rank's.
         limits: Of one forward pass.
         block_size: Tokens per block.
+        kv_storage: How records hold keys and values; see `DaricConfig`.
     """
 
     def __init__(
@@ -67,17 +71,20 @@ class WorkerSide:
         limits: Limits,
         *,
         block_size: int,
+        kv_storage: KvStorageName,
     ) -> None:
         """Wait for `register_layers` and `bind_model`."""
         self.store = store
         self._fingerprint = model_fingerprint(fields)
         self._limits, self._block_size = limits, block_size
+        self._kv_storage = kv_storage
         self._layers: list[Tensor] = []
         self._builder = StepBuilder()
         self._layout: KvLayout | None = None
         self._mover: KvMover | None = None
         self._plan = StepPlan()
         self._report = DaricWorkerMetadata()
+        self._protected: list[SegmentKey] = []
         self._pass_started_s = 0.0
 
     def register_layers(self, layers: Sequence[Tensor]) -> None:
@@ -95,14 +102,17 @@ class WorkerSide:
         first = self._layers[0]
         _, num_kv_heads, _, width = first.shape
         head_dim = width // 2
+        pin_arena(self.store.host.arena, first.device)
         layout = probe_layout(self._layers, head_dim, write_slots, _SPARE_BLOCK)
         self._clear_spare_block()
         self._layout = layout
+        shape = KvShape(len(self._layers), num_kv_heads, head_dim, first.dtype)
         self._mover = KvMover(
             self.store,
             layout,
             Reencoder(rope, rotate),
-            shape=KvShape(len(self._layers), num_kv_heads, head_dim, first.dtype),
+            shape=shape,
+            codec=codec_of(self._kv_storage, shape, first.device),
             fingerprint=self._fingerprint,
             device=first.device,
         )
@@ -145,6 +155,7 @@ class WorkerSide:
         self._report = DaricWorkerMetadata(
             reports={step.req_id: RequestReport() for step in self._plan.requests}
         )
+        self._protect_hits()
         passes = StepPasses(scheduled, run_pass, self._builder)
         filler = BlockFiller(
             self._bound_mover,
@@ -165,21 +176,25 @@ class WorkerSide:
             report.recompute_s += now - self._pass_started_s
         with torch.inference_mode():
             for save in self._plan.saves:
-                num_tokens = save.end - save.start
+                identity = self._bound_mover.identity(
+                    save.key, save.parent, save.index, save.document
+                )
                 save_segment(
                     self._bound_mover,
                     self._report,
-                    save.key,
+                    identity,
                     save.block_ids,
                     save.start,
-                    num_tokens,
+                    save.end - save.start,
                 )
         self._plan = StepPlan()
 
     def take_report(self) -> DaricWorkerMetadata | None:
         """Return what this step did, once; None if nothing."""
         report, self._report = self._report, DaricWorkerMetadata()
-        if report.saved or report.lost or report.reports:
+        self._release_hits()
+        report.evicted = set(map(SegmentKey, self.store.take_evicted()))
+        if report.saved or report.lost or report.evicted or report.reports:
             return report
         return None
 
@@ -215,6 +230,21 @@ class WorkerSide:
         for wave in waves.early:
             passes.run(subs_of(wave))
         return passes.join(subs_of(waves.final))
+
+    def _protect_hits(self) -> None:
+        """Keep what this step loads from being evicted by what it saves."""
+        self._release_hits()  # of a step that failed
+        self._protected = [
+            key
+            for step in self._plan.requests
+            for chunk in step.chunks
+            for key in chunk.keys[: chunk.num_hit_segments]
+        ]
+        self.store.protect(self._protected)
+
+    def _release_hits(self) -> None:
+        self.store.release(self._protected)
+        self._protected = []
 
     def _clear_spare_block(self) -> None:
         for layer in self._layers:

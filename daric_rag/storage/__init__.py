@@ -7,7 +7,9 @@ import os
 import sys
 from pathlib import Path
 
+from daric_rag.config import EvictionName
 from daric_rag.storage.base import Record, Tier, TierStats
+from daric_rag.storage.cipher import RecordCipher, load_cipher
 from daric_rag.storage.disk import DiskTier
 from daric_rag.storage.format import RecordError, RecordHeader
 from daric_rag.storage.host import BufferPool, HostTier
@@ -20,6 +22,7 @@ __all__ = [
     "DiskTier",
     "HostTier",
     "Record",
+    "RecordCipher",
     "RecordError",
     "RecordHeader",
     "StoreProbe",
@@ -28,6 +31,7 @@ __all__ = [
     "TierStats",
     "TieredStore",
     "default_store_path",
+    "load_cipher",
     "open_probe",
     "open_store",
 ]
@@ -40,6 +44,8 @@ def open_store(
     *,
     host_bytes: int,
     disk_bytes: int,
+    eviction: EvictionName = "frequency",
+    cipher: RecordCipher | None = None,
 ) -> TieredStore:
     """Open a store, with the records that its folder already holds.
 
@@ -48,15 +54,24 @@ def open_store(
             ":memory:" for no disk tier. `disk_bytes=0` also means none.
         host_bytes: Budget in host memory.
         disk_bytes: Budget on disk.
+        eviction: What goes first when a budget is used up, see `daric_rag.eviction`.
+        cipher: Encrypts the records on disk; None leaves them plain.
 
     Raises:
         StoreError: If the folder cannot be used; the text names the mend.
     """
-    host = HostTier(host_bytes)
+    host = HostTier(host_bytes, policy=eviction)
     if path == MEMORY or disk_bytes == 0:
         return TieredStore(host)
     directory = default_store_path() if path is None else path
-    return TieredStore(host, DiskTier(directory, disk_bytes, pool=host.pool))
+    disk = DiskTier(
+        directory,
+        disk_bytes,
+        allocate=host.allocate,
+        policy=eviction,
+        cipher=cipher,
+    )
+    return TieredStore(host, disk)
 
 
 def open_probe(path: str | os.PathLike[str] | None = None) -> StoreProbe:

@@ -22,6 +22,7 @@ class Record:
             C-contiguous `[num_layers, num_tokens, num_kv_heads, head_dim]`. Valid
             and unchanged for as long as this record, the view or anything made from
             the view (an array, a tensor) is held, whatever the tiers do meanwhile.
+        side_data: `header.side_data_len` bytes, see `documents`.
 
     Raises:
         StoreError: At construction, if the payload is not what the header says.
@@ -29,6 +30,7 @@ class Record:
 
     header: RecordHeader
     payload: memoryview
+    side_data: bytes = b""
 
     def __post_init__(self) -> None:
         if not self.payload.c_contiguous or self.payload.format != "B":
@@ -37,6 +39,11 @@ class Record:
             raise StoreError(
                 f"the payload has {self.payload.nbytes} bytes and its header says "
                 f"{self.header.payload_len}: allocate header.payload_len bytes"
+            )
+        if len(self.side_data) != self.header.side_data_len:
+            raise StoreError(
+                f"there are {len(self.side_data)} bytes of side data and the header "
+                f"says {self.header.side_data_len}: pass both from one identity"
             )
         object.__setattr__(self, "payload", self.payload.toreadonly())
 

@@ -1,58 +1,63 @@
-"""The disk tier: one file per record, found through a diskcache index.
+"""The disk tier: one file per record, found through an index that processes share.
 
-diskcache gives an index that several processes share and that names a file only once
-it is whole. What it would do beyond that is switched off (see `folder`).
+A hit runs no SQL: names and order of use are kept in memory, and uses are written to
+the index in batches.
 
-A hit runs no SQL: names and sizes are kept in memory, the order of use is kept as
-the files' modification times, and a name that another process made stale is looked
-up again.
+What survives: everything written survives the end of the process, however it ends.
+Record files are not synced one by one, so after a power cut a file may be short or
+hold rubbish, which its length or checksum tells, and the latest rows may be missing.
+`flush` returns when what was written so far survives that as well.
+
+A forked child has none of its parent's locks, threads and connections, and SQLite
+must not be used across a fork at all. There a tier that the parent opened holds
+nothing and stores nothing; the child opens one of its own.
 """
 
-import logging
 import os
-import sqlite3
-import threading
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Literal
 
-import diskcache
+from daric_rag.errors import StoreError
+from daric_rag.eviction import policy_of
+from daric_rag.storage.arena import plain_buffer
+from daric_rag.storage.base import Record, TierStats
+from daric_rag.storage.cipher import RecordCipher
+from daric_rag.storage.database import DATABASE_ERRORS, SegmentRow
+from daric_rag.storage.format import KEY_LEN, RecordError
+from daric_rag.storage.ledger import Ledger
+from daric_rag.storage.reader import Reader
+from daric_rag.storage.reclaiming import Reclaimed, reclaim
+from daric_rag.storage.record_file import open_side_data
+from daric_rag.storage.saver import Saver
+from daric_rag.storage.shared_index import SharedIndex
 
-from daric_rag.storage.base import Record, TierStats, check_fits
-from daric_rag.storage.catalog import Catalog, Entry
-from daric_rag.storage.folder import NewRecord, open_cache, remove_orphans, scan
-from daric_rag.storage.format import RecordError
-from daric_rag.storage.host import BufferPool
-from daric_rag.storage.io_pool import ReadPool
-from daric_rag.storage.record_file import read_record_file
-
-_logger = logging.getLogger(__name__)
-
-# After a failed write: long enough that a full disk costs nothing, short enough that
-# a freed one is used again.
-_PAUSE_S: Final = 60.0
+__all__ = ["DiskTier"]
 
 
 class DiskTier:
-    """Records on disk, least recently used evicted first.
+    """Records on disk under a byte budget, documents evicted as a whole.
 
-    Processes may share the folder. Each evicts down to its own budget, counting what
-    the others stored; two that write at the same moment may exceed it by a record.
-    If the disk is full or read-only, saving pauses with one warning and reads go on.
+    Processes may share the folder: each sees the others' records, uses and pins, and
+    evicts down to its own budget. If the disk is full or read-only, saving pauses
+    with one warning and reads go on.
 
     A thread that used the tier holds a database connection: it calls `close_thread`
     before it ends (`close` does so for its caller).
 
     Args:
         directory: A folder of ours, an empty one, or one that can be made.
-        capacity_bytes: Budget for record files, headers included.
-        pool: Where payload buffers come from; a pool of its own if None.
+        capacity_bytes: Budget for the files of records, unfinished ones included.
+        allocate: Where payload buffers come from; memory of their own if None.
         num_readers: Threads of `read_many`; by default one per core, at most four.
+        policy: Which documents go first: "frequency" or "lru".
+        cipher: Seals payloads and side data; must be the one the store was made with.
 
     Raises:
         StoreError: If the folder cannot be used; the text names the mend.
+        ConfigError: If the policy is unknown.
     """
 
     def __init__(
@@ -60,25 +65,38 @@ class DiskTier:
         directory: str | os.PathLike[str],
         capacity_bytes: int,
         *,
-        pool: BufferPool | None = None,
+        allocate: Callable[[int], memoryview] | None = None,
         num_readers: int | None = None,
+        policy: Literal["frequency", "lru"] = "frequency",
+        cipher: RecordCipher | None = None,
     ) -> None:
         self._directory = Path(directory).expanduser().absolute()
         self._capacity_bytes = capacity_bytes
-        self._pool = pool or BufferPool()
-        self._readers = ReadPool(num_readers)
-        self._catalog = Catalog()
-        # Serialises what changes files and rows; a hit never waits for it.
-        self._changing = threading.RLock()
-        self._paused_until = 0.0
-        self._cache = open_cache(self._directory)
-        self._reload()
-        remove_orphans(self._directory, self._catalog.filenames())
+        self._cipher = cipher
+        self._process = os.getpid()
+        order = policy_of(policy, capacity_bytes)
+        key_id = cipher.key_id if cipher else None
+        self._index = SharedIndex(self._directory, order, key_id)
+        self._catalog = self._index.catalog
+        self._ledger = Ledger(self._index, capacity_bytes, order)
+        self._saver = Saver(self._index, self._ledger, capacity_bytes, cipher)
+        self._reader = Reader(
+            self._index,
+            self._ledger,
+            allocate=allocate or plain_buffer,
+            cipher=cipher,
+            num_readers=num_readers,
+        )
 
     @property
     def directory(self) -> Path:
         """The store's folder, absolute."""
         return self._directory
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the folder could only be opened for reading; writes fail then."""
+        return self._index.read_only
 
     @property
     def capacity_bytes(self) -> int:
@@ -92,7 +110,7 @@ class DiskTier:
 
     def contains(self, key: bytes) -> bool:
         """Whether `read` would probably hit; reads no payload, touches nothing."""
-        return bool(self._locate(key))
+        return self._is_usable() and self._index.find(key) is not None
 
     def read(self, key: bytes, fingerprint: bytes) -> Record | None:
         """Return a verified record in a buffer of its own; None is a miss."""
@@ -102,60 +120,30 @@ class DiskTier:
         self, keys: Sequence[bytes], fingerprint: bytes
     ) -> list[Record | None]:
         """`read` for several keys, their files side by side, in the keys' order."""
-        used_ns = time.time_ns()
-
-        def load(file: tuple[bytes, str]) -> Record | Exception:
-            return self._load(*file, fingerprint, used_ns)
-
-        names = {key: self._locate(key) for key in keys}
-        files = [(key, name) for key, name in names.items() if name is not None]
-        loaded = dict(zip(files, self._readers.map(load, files), strict=True))
-        records: dict[bytes, Record | None] = {}
-        for key, name in names.items():
-            result = None if name is None else loaded[key, name]
-            if isinstance(result, FileNotFoundError):
-                # Replaced or evicted by another process since its name was learnt.
-                self._catalog.drop(key, name)
-                name = self._look_up(key)
-                result = None if name is None else load((key, name))
-            records[key] = self._settle(key, name, result, used_ns)
-        return [records[key] for key in keys]
+        for key in keys:
+            _check_key(key)
+        if not self._is_usable():
+            return [None] * len(keys)
+        return self._reader.read_many(keys, fingerprint)
 
     def write(self, record: Record) -> None:
         """Store a record in a file of its own, or count why not.
 
+        A record that is stored already is not written again.
+
         Raises:
             StoreError: If the record exceeds the whole budget.
         """
-        check_fits(record, self._capacity_bytes, "disk_bytes")
-        with self._changing:
-            if time.monotonic() < self._paused_until:
-                self._catalog.count("failed_writes")
-                return
-            new = NewRecord(record)
-            try:
-                # Before the room is measured: it need not hold both versions.
-                if self._catalog.find(record.key) is not None:
-                    self.delete(record.key)
-                self._make_room(record.record_bytes)
-                self._cache.set(record.key, new, read=True)
-            except (OSError, sqlite3.Error, diskcache.Timeout) as error:
-                self._abandon(new, error)
-                return
-            self._paused_until = 0.0
-            self._catalog.put(record.key, new.filename, record.record_bytes)
+        _check_key(record.key)
+        if self._is_usable():
+            self._saver.write(record)
 
     def delete(self, key: bytes) -> None:
         """Delete a record's row and file; a key that is absent is no error."""
-        with self._changing:
-            self._catalog.drop(key)
-            try:
-                self._cache.delete(key)
-            except (sqlite3.Error, diskcache.Timeout) as error:
-                self._roll_back(error)
+        self._remove([key])
 
     def keys(self) -> list[bytes]:
-        """The keys this process knows of, least recently used first."""
+        """The keys this process knows of, least worth first."""
         return self._catalog.keys()
 
     def stats(self) -> TierStats:
@@ -163,136 +151,149 @@ class DiskTier:
         return self._catalog.stats(self._capacity_bytes)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Note a use that another tier served; `flush` tells other processes."""
-        self._catalog.touch_later(keys, time.time_ns())
+        """Note a use that another tier served."""
+        self._catalog.use(keys)
+
+    def protect(self, keys: Sequence[bytes]) -> None:
+        """Keep this process from evicting records, until `release`."""
+        self._catalog.hold(keys)
+
+    def release(self, keys: Sequence[bytes]) -> None:
+        """Undo one `protect` of the same keys.
+
+        Raises:
+            ValueError: If a key is not protected.
+        """
+        self._catalog.release(keys)
+
+    def pin(self, keys: Sequence[bytes]) -> int:
+        """Keep every process from evicting records, for good.
+
+        What a pinned segment hangs on stays as well: to pin a document, pin its last
+        segment. `delete` and `evict` do not ask.
+
+        Returns:
+            How many were stored and not yet pinned.
+        """
+        return self._set_pinned(keys, True)
+
+    def unpin(self, keys: Sequence[bytes]) -> int:
+        """Let records be evicted again; returns how many were pinned."""
+        changed = self._set_pinned(keys, False)
+        self._saver.resume()
+        return changed
+
+    def evict(self, keys: Iterable[bytes]) -> int:
+        """Delete records, the last segments of documents first.
+
+        Returns:
+            Bytes freed.
+        """
+        freed = self._remove(self._catalog.tails_first(keys))
+        self._saver.resume()
+        return freed
+
+    def take_evicted(self) -> list[bytes]:
+        """Keys that went since this was last called, by whichever process."""
+        return self._catalog.take_evicted()
+
+    def segments(self) -> list[SegmentRow]:
+        """All records in the folder, other processes' included.
+
+        Raises:
+            StoreError: If the index cannot be read.
+        """
+        self._save_uses()
+        try:
+            rows = self._index.rows() if self._is_usable() else []
+        except DATABASE_ERRORS as error:
+            raise StoreError(
+                f"the index in {self._directory} cannot be read ({error}): open the "
+                "store again to make it anew"
+            ) from error
+        if self._cipher is None:
+            return rows
+        return [
+            replace(row, side_data=open_side_data(row.key, row.side_data, self._cipher))
+            for row in rows
+        ]
+
+    def verify(self, key: bytes) -> RecordError | OSError | None:
+        """Read a record and say what is wrong with it; deletes and counts nothing."""
+        filename = self._index.find(key) if self._is_usable() else None
+        if filename is None:
+            return FileNotFoundError(f"no record of the key {key.hex()}")
+        result = self._reader.load(key, filename, None)
+        return None if isinstance(result, Record) else result
+
+    def reclaim(self, *, dry_run: bool = False) -> Reclaimed:
+        """Give back what dead writers, lost rows and stray files take up.
+
+        Looks at every file; other processes may go on meanwhile.
+
+        Args:
+            dry_run: Only count.
+
+        Raises:
+            StoreError: If the store cannot be changed.
+        """
+        try:
+            if self.read_only and not dry_run:
+                raise PermissionError("it was opened for reading only")
+            done = reclaim(self._index, self._ledger, dry_run=dry_run)
+        except (OSError, *DATABASE_ERRORS) as error:
+            raise StoreError(
+                f"the store in {self._directory} cannot be changed ({error}): make it "
+                "writable, or try again when other processes are done"
+            ) from error
+        self._saver.resume()
+        return done
 
     def flush(self) -> None:
-        """Save the order of use; records are in their files since `write`."""
-        for entry in self._catalog.take_unsaved():
-            with suppress(OSError):
-                os.utime(self._directory / entry.filename, ns=(entry.used_ns,) * 2)
+        """Return when all that was written, uses included, survives a power cut."""
+        if self._is_usable() and not self.read_only:
+            self._saver.flush()
 
     def close_thread(self) -> None:
         """Close the calling thread's database connection; it reopens when needed."""
-        self._cache.close()
+        if self._is_usable():
+            self._index.close_thread()
 
     def close(self) -> None:
         """End the reading threads and the caller's connection; records stay."""
-        self.flush()
-        self._readers.close()
-        self.close_thread()
+        if self._is_usable():
+            self._save_uses()
+            self._reader.close()
+            self._ledger.close()
+            self._index.close()
 
-    def _locate(self, key: bytes) -> str | None:
-        entry = self._catalog.find(key)
-        return entry.filename if entry is not None else self._look_up(key)
+    def _is_usable(self) -> bool:
+        return os.getpid() == self._process
 
-    def _look_up(self, key: bytes) -> str | None:
-        """Ask the index for a record's file; "" is a row that is none of ours."""
+    def _remove(self, keys: Iterable[bytes]) -> int:
+        if not self._is_usable() or self.read_only:
+            return 0
         try:
-            filename: str | None = self._cache.get(key, read=True)
-        except sqlite3.Error as error:
-            self._roll_back(error)
-            return None
-        return filename
+            return self._ledger.remove(keys)
+        except DATABASE_ERRORS:
+            return 0
 
-    def _load(
-        self, key: bytes, filename: str, fingerprint: bytes, used_ns: int
-    ) -> Record | Exception:
-        """Runs in a reading thread, so it touches neither catalog nor database."""
-        if not filename:
-            return RecordError("identity", "the row is not one of a record")
-        path = self._directory / filename
-        allocate = self._pool.allocate
+    def _set_pinned(self, keys: Sequence[bytes], pinned: bool) -> int:
         try:
-            return read_record_file(
-                path, key, fingerprint, allocate=allocate, used_ns=used_ns
-            )
-        except (RecordError, OSError) as error:
-            return error
+            return self._ledger.set_pinned(keys, pinned) if self._is_usable() else 0
+        except DATABASE_ERRORS as error:
+            word = "pinned" if pinned else "unpinned"
+            raise StoreError(
+                f"nothing can be {word} in {self._directory} ({error}): make it "
+                "writable"
+            ) from error
 
-    def _settle(
-        self,
-        key: bytes,
-        filename: str | None,
-        result: Record | Exception | None,
-        used_ns: int,
-    ) -> Record | None:
-        """Count a read's outcome, keep the order of use, delete what is damaged."""
-        if isinstance(result, Record) and filename is not None:
-            self._catalog.count("hits")
-            if not self._catalog.touch(key, filename, used_ns):
-                self._adopt(key, filename, result.record_bytes)
-            return result
-        self._catalog.count("misses")
-        if isinstance(result, RecordError):
-            self._catalog.count("corrupt")
-        if result is not None:
-            _logger.warning("a record could not be read: %s", result)
-        if isinstance(result, RecordError | FileNotFoundError) and filename is not None:
-            self._delete_damaged(key, filename)
-        return None
+    def _save_uses(self) -> None:
+        if self._is_usable() and not self.read_only:
+            with suppress(OSError, *DATABASE_ERRORS):
+                self._ledger.save_uses()
 
-    def _adopt(self, key: bytes, filename: str, nbytes: int) -> None:
-        # Another process stored it, or this one evicted it while we read it.
-        with self._changing:
-            if self._look_up(key) == filename:
-                self._catalog.put(key, filename, nbytes)
 
-    def _delete_damaged(self, key: bytes, filename: str) -> None:
-        # Another thread may have written the record anew since we read the old file.
-        with self._changing:
-            self._catalog.drop(key, filename)
-            if self._look_up(key) == filename:
-                self.delete(key)
-
-    def _make_room(self, nbytes: int) -> None:
-        """Evict until a record of `nbytes` fits beside what all processes stored."""
-        limit = self._capacity_bytes - nbytes
-        total: int = self._cache.reset("size")
-        if total > limit and total != self._catalog.nbytes:
-            self._reload()
-        while self._catalog.nbytes > limit and (oldest := self._catalog.oldest()):
-            key, entry = oldest
-            if not self._was_used_elsewhere(key, entry):
-                self.delete(key)
-                self._catalog.count("evicted")
-
-    def _was_used_elsewhere(self, key: bytes, entry: Entry) -> bool:
-        """Whether another process used the oldest record, which then is not oldest."""
-        try:
-            used_ns = (self._directory / entry.filename).stat().st_mtime_ns
-        except OSError:
-            return False
-        if used_ns <= entry.used_ns:
-            return False
-        return self._catalog.touch(key, entry.filename, used_ns)
-
-    def _abandon(self, new: NewRecord, error: Exception) -> None:
-        self._roll_back(error)
-        self._catalog.count("failed_writes")
-        if new.filename:
-            self._cache.disk.remove(new.filename)
-        if isinstance(error, diskcache.Timeout):
-            return  # Another process held the lock for long; nothing is wrong.
-        if self._paused_until == 0.0:
-            _logger.warning(
-                "saving to %s is paused (%s): free space or make it writable; "
-                "records stay in memory and stored ones stay readable",
-                self._directory,
-                error,
-            )
-        self._paused_until = time.monotonic() + _PAUSE_S
-
-    def _roll_back(self, error: Exception) -> None:
-        # After a failed COMMIT the connection is still inside its transaction and
-        # would refuse the next one; closing it rolls back.
-        _logger.debug("the index in %s failed: %s", self._directory, error)
-        if isinstance(error, sqlite3.Error):
-            self._cache.close()
-
-    def _reload(self) -> None:
-        """Learn names, sizes and order of use from the index and the files."""
-        entries, broken = scan(self._cache, self._directory)
-        self._catalog.replace(entries)
-        for key, filename in broken:
-            self._delete_damaged(key, filename)
+def _check_key(key: object) -> None:
+    if type(key) is not bytes or len(key) != KEY_LEN:
+        raise StoreError(f"a key must be {KEY_LEN} bytes: pass a SegmentKey")

@@ -1,30 +1,35 @@
 """The record: one segment's keys and values as bytes, with a header that proves it.
 
-A record is `header | payload`. The payload is K then V, each C-contiguous
-`[num_layers, num_tokens, num_kv_heads, head_dim]` in the header's dtype. Nothing in
-it is ever unpickled or evaluated: the header is a fixed struct, checked field by
-field before a single byte is allocated for the payload.
+A record is `header | payload | side data`. The payload is K then V, each C-contiguous
+`[num_layers, num_tokens, num_kv_heads, head_dim]` in the header's dtype; quantised
+ones are followed by the scales of K and of V, `[num_layers, num_tokens, num_kv_heads]`
+each. Nothing in it is ever unpickled or evaluated: the header is a fixed struct,
+checked field by field before a single byte is allocated for what follows.
 
-| offset | field            | bytes |
-|--------|------------------|-------|
-| 0      | magic            | 8     |
-| 8      | format version   | 2     |
-| 10     | header length    | 2     |
-| 12     | reserved, zero   | 4     |
-| 16     | segment key      | 32    |
-| 48     | fingerprint      | 32    |
-| 80     | num_layers       | 4     |
-| 84     | num_tokens       | 4     |
-| 88     | num_kv_heads     | 4     |
-| 92     | head_dim         | 4     |
-| 96     | dtype, ascii     | 16    |
-| 112    | payload_len      | 8     |
-| 120    | side_data_len    | 8     |
-| 128    | payload checksum | 8     |
-| 136    | header checksum  | 8     |
+| offset | field                | bytes |
+|--------|----------------------|-------|
+| 0      | magic                | 8     |
+| 8      | format version       | 2     |
+| 10     | header length        | 2     |
+| 12     | flags                | 4     |
+| 16     | segment key          | 32    |
+| 48     | parent key           | 32    |
+| 80     | fingerprint          | 32    |
+| 112    | segment index        | 4     |
+| 116    | num_layers           | 4     |
+| 120    | num_tokens           | 4     |
+| 124    | num_kv_heads         | 4     |
+| 128    | head_dim             | 4     |
+| 132    | reserved, zero       | 4     |
+| 136    | dtype, ascii         | 16    |
+| 152    | payload_len          | 8     |
+| 160    | side_data_len        | 8     |
+| 168    | body checksum        | 8     |
+| 176    | header checksum      | 8     |
 
-Numbers are little-endian; checksums are xxh3_64. They find damage and prove nothing
-against a forger: whoever may write to the store's folder is trusted.
+Numbers are little-endian; checksums are xxh3_64, the body's over payload and side data
+as they are in the file. They find damage and prove nothing against a forger: whoever
+may write to the store's folder is trusted. (Encrypted records are authenticated.)
 """
 
 import struct
@@ -36,11 +41,23 @@ import xxhash
 from daric_rag.errors import DaricError
 
 MAGIC: Final = b"DARICKV\0"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 KEY_LEN: Final = 32
-DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_BYTES: Final = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float8_e4m3": 1,
+    "int8": 1,
+}
+# Stored with one scale per token and head, for K and for V.
+QUANTIZED: Final = frozenset({"float8_e4m3", "int8"})
+SCALE_DTYPE: Final = "float16"
+_SCALE_BYTES: Final = 2
 
-_STRUCT: Final = struct.Struct("<8sHHI32s32sIIII16sQQQ")
+FLAG_ENCRYPTED: Final = 1
+
+_STRUCT: Final = struct.Struct("<8sHHI32s32s32sIIIIII16sQQQ")
 _CHECKSUM: Final = struct.Struct("<Q")
 HEADER_LEN: Final = _STRUCT.size + _CHECKSUM.size
 
@@ -48,6 +65,7 @@ HEADER_LEN: Final = _STRUCT.size + _CHECKSUM.size
 # enough that no arithmetic on it can surprise.
 _MAX_DIM: Final = 1 << 20
 _MAX_PAYLOAD_LEN: Final = 1 << 40
+MAX_SIDE_DATA_LEN: Final = 1 << 16
 
 RecordErrorKind = Literal[
     "short", "magic", "version", "checksum", "shape", "length", "identity"
@@ -74,21 +92,29 @@ class RecordHeader:
 
     Attributes:
         segment_key: `SegmentKey`, 32 bytes.
-        fingerprint: `ModelFingerprint`, 32 bytes.
+        parent_key: Key of the segment before it in its chunk, or the root: the
+            fingerprint of model and namespace, 32 bytes.
+        fingerprint: `ModelFingerprint` of the model alone, 32 bytes.
+        segment_index: Which of its chunk's segments it is, from 0.
         num_layers: Layers of the model.
         num_tokens: Tokens of the segment.
         num_kv_heads: Key-value heads per layer (of this rank).
         head_dim: Elements per head.
         dtype: A key of `DTYPE_BYTES`.
         payload_len: Bytes of K and V together; must equal what the shape says.
-        side_data_len: Bytes after the payload; reserved, zero in this version.
+        side_data_len: Bytes after the payload; what the last segment of a document
+            says about it (see `documents`), 0 for others.
+        encrypted: Whether payload and side data are sealed in the file. In memory
+            they never are, and this says how the record was found.
 
     Raises:
         RecordError: At construction, if sizes are out of range or contradict.
     """
 
     segment_key: bytes
+    parent_key: bytes
     fingerprint: bytes
+    segment_index: int
     num_layers: int
     num_tokens: int
     num_kv_heads: int
@@ -96,9 +122,10 @@ class RecordHeader:
     dtype: str
     payload_len: int
     side_data_len: int = 0
+    encrypted: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("segment_key", "fingerprint"):
+        for name in ("segment_key", "parent_key", "fingerprint"):
             if len(getattr(self, name)) != KEY_LEN:
                 raise RecordError("shape", f"{name} must have {KEY_LEN} bytes")
         for name in ("num_layers", "num_tokens", "num_kv_heads", "head_dim"):
@@ -108,8 +135,12 @@ class RecordHeader:
         if self.dtype not in DTYPE_BYTES:
             known = ", ".join(DTYPE_BYTES)
             raise RecordError("shape", f"dtype {self.dtype!r} is none of {known}")
-        if self.side_data_len != 0:
-            raise RecordError("shape", "side data is reserved and must be empty")
+        if not 0 <= self.segment_index < _MAX_DIM:
+            raise RecordError("shape", f"segment index {self.segment_index}")
+        if not 0 <= self.side_data_len <= MAX_SIDE_DATA_LEN:
+            raise RecordError(
+                "length", f"side data of {self.side_data_len} bytes is too long"
+            )
         expected = payload_len_of(self.shape, self.dtype)
         if self.payload_len != expected or expected > _MAX_PAYLOAD_LEN:
             raise RecordError(
@@ -125,42 +156,71 @@ class RecordHeader:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes that the record counts for in every tier: header and payload."""
-        return HEADER_LEN + self.payload_len
+        """Bytes of the record: header, payload and side data."""
+        return HEADER_LEN + self.payload_len + self.side_data_len
 
     @classmethod
     def for_shape(
         cls,
-        segment_key: bytes,
-        fingerprint: bytes,
+        identity: "SegmentIdentity",
         shape: tuple[int, int, int, int],
         dtype: str,
     ) -> "RecordHeader":
         """Make a header whose `payload_len` follows from the shape.
 
         Args:
-            segment_key: 32 bytes.
-            fingerprint: 32 bytes.
+            identity: Whose KV it is.
             shape: Of K: `[num_layers, num_tokens, num_kv_heads, head_dim]`.
             dtype: A key of `DTYPE_BYTES`.
 
         Raises:
             RecordError: If sizes or dtype are out of range.
         """
-        payload_len = payload_len_of(shape, dtype)
-        return cls(segment_key, fingerprint, *shape, dtype, payload_len)
+        return cls(
+            identity.key,
+            identity.parent,
+            identity.fingerprint,
+            identity.index,
+            *shape,
+            dtype,
+            payload_len_of(shape, dtype),
+            len(identity.side_data),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentIdentity:
+    """Which segment a record holds, apart from the shape of its KV.
+
+    Attributes:
+        key: `SegmentKey`, 32 bytes.
+        parent: Key of the segment before it, or the root of model and namespace.
+        fingerprint: `ModelFingerprint` of the model alone, 32 bytes.
+        index: Which of its chunk's segments it is, from 0.
+        side_data: About the document that ends with it; empty for others.
+    """
+
+    key: bytes
+    parent: bytes
+    fingerprint: bytes
+    index: int = 0
+    side_data: bytes = b""
 
 
 def payload_len_of(shape: tuple[int, int, int, int], dtype: str) -> int:
-    """Bytes of K and V together for K's shape; 0 for an unknown dtype."""
+    """Bytes of K, V and their scales for K's shape; 0 for an unknown dtype."""
     num_layers, num_tokens, num_kv_heads, head_dim = shape
-    num_elements = num_layers * num_tokens * num_kv_heads * head_dim
-    return 2 * num_elements * DTYPE_BYTES.get(dtype, 0)
+    num_vectors = 2 * num_layers * num_tokens * num_kv_heads
+    scale_bytes = _SCALE_BYTES if dtype in QUANTIZED else 0
+    return num_vectors * (head_dim * DTYPE_BYTES.get(dtype, 0) + scale_bytes)
 
 
-def payload_checksum(payload: memoryview) -> int:
-    """xxh3_64 of the payload; releases the GIL while it runs."""
-    return xxhash.xxh3_64_intdigest(payload)
+def body_checksum(*parts: bytes | memoryview) -> int:
+    """xxh3_64 of the parts joined; releases the GIL while it runs."""
+    hasher = xxhash.xxh3_64()
+    for part in parts:
+        hasher.update(part)
+    return hasher.intdigest()
 
 
 def encode_header(header: RecordHeader, checksum: int) -> bytes:
@@ -168,7 +228,7 @@ def encode_header(header: RecordHeader, checksum: int) -> bytes:
 
     Args:
         header: Valid by construction.
-        checksum: `payload_checksum` of the payload.
+        checksum: `body_checksum` of what follows the header in the file.
 
     Returns:
         `HEADER_LEN` bytes.
@@ -177,10 +237,13 @@ def encode_header(header: RecordHeader, checksum: int) -> bytes:
         MAGIC,
         FORMAT_VERSION,
         HEADER_LEN,
-        0,
+        FLAG_ENCRYPTED if header.encrypted else 0,
         header.segment_key,
+        header.parent_key,
         header.fingerprint,
+        header.segment_index,
         *header.shape,
+        0,
         header.dtype.encode("ascii"),
         header.payload_len,
         header.side_data_len,
@@ -196,7 +259,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> tuple[RecordHeader, i
         data: At least `HEADER_LEN` bytes; what follows them is ignored.
 
     Returns:
-        The header and the checksum that its payload must have.
+        The header and the checksum that its body must have.
 
     Raises:
         RecordError: On any damage; `kind` says which.
@@ -204,7 +267,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> tuple[RecordHeader, i
     if len(data) < HEADER_LEN:
         raise RecordError("short", f"{len(data)} bytes are no header ({HEADER_LEN})")
     packed = bytes(data[: _STRUCT.size])
-    magic, version, header_len, reserved, *rest = _STRUCT.unpack(packed)
+    magic, version, header_len, flags, *rest = _STRUCT.unpack(packed)
     if magic != MAGIC:
         raise RecordError("magic", "not a daric_rag record")
     # Before the checksum: a later version may put its checksum elsewhere.
@@ -213,16 +276,21 @@ def decode_header(data: bytes | bytearray | memoryview) -> tuple[RecordHeader, i
     (checksum,) = _CHECKSUM.unpack_from(data, _STRUCT.size)
     if checksum != xxhash.xxh3_64_intdigest(packed):
         raise RecordError("checksum", "the header is damaged")
-    if header_len != HEADER_LEN or reserved != 0:
-        raise RecordError("length", f"header length {header_len}, flags {reserved}")
-    key, fingerprint, *dims, dtype, payload_len, side_data_len, payload_sum = rest
+    key, parent, fingerprint, index, *dims, reserved, dtype, length, side_len, body = (
+        rest
+    )
+    if header_len != HEADER_LEN or reserved != 0 or flags & ~FLAG_ENCRYPTED:
+        raise RecordError("length", f"header length {header_len}, flags {flags}")
     try:
         name = dtype.rstrip(b"\0").decode("ascii")
     except UnicodeDecodeError as error:
         raise RecordError("shape", "the dtype's name is not ascii") from error
     shape = (dims[0], dims[1], dims[2], dims[3])
-    header = RecordHeader(key, fingerprint, *shape, name, payload_len, side_data_len)
-    return header, payload_sum
+    encrypted = bool(flags & FLAG_ENCRYPTED)
+    header = RecordHeader(
+        key, parent, fingerprint, index, *shape, name, length, side_len, encrypted
+    )
+    return header, body
 
 
 def check_identity(header: RecordHeader, key: bytes, fingerprint: bytes) -> None:

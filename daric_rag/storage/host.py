@@ -1,127 +1,57 @@
-"""The host tier: records in memory under a byte budget, and where buffers come from.
+"""The host tier: records in memory under a byte budget.
 
 A read hands out the very buffer that was written: no copy, no checksum.
+
+What the budget means. Records held, headers included, never exceed it, and their
+payloads lie in one arena of that length. Buffers that are being filled, and those that
+somebody still sees after their record was evicted, take their room in the arena too,
+so there is then less for records. What finds no room there at all gets a mapping of
+its own, which lives as long as it is seen. Resident memory is therefore at most the
+budget and what readers and writers hold beside it.
 """
 
-import mmap
 import threading
-import weakref
-from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
-import numpy as np
-
+from daric_rag.config import EvictionName
 from daric_rag.errors import StoreError
+from daric_rag.eviction import policy_of
+from daric_rag.index import SegmentIndex
+from daric_rag.keys import ModelFingerprint, SegmentKey
+from daric_rag.storage.arena import Arena, plain_buffer
 from daric_rag.storage.base import Record, TierStats, check_fits
 
-_HUGE_PAGE_BYTES: Final = 2 << 20
-_DEFAULT_IDLE_BYTES: Final = 256 << 20
-
-
-class BufferPool:
-    """Page-aligned buffers whose memory is used again once nobody holds them.
-
-    A buffer's first use is what costs: the kernel clears each page as it is touched.
-    Reading 6 MB records into fresh 4 KiB pages ran at 2.3 GB/s, into fresh huge
-    pages at 11 GB/s and into memory used before at 16 GB/s, so buffers ask for huge
-    pages and return here. A buffer returns when the last view, array or tensor made
-    from it is gone; until then nothing touches it.
-
-    Args:
-        max_idle_bytes: Memory kept for reuse while unused; the rest is unmapped.
-    """
-
-    def __init__(self, max_idle_bytes: int = _DEFAULT_IDLE_BYTES) -> None:
-        self._max_idle_bytes = max_idle_bytes
-        self._idle_bytes = 0
-        self._idle: dict[int, list[mmap.mmap]] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes mapped and waiting for reuse."""
-        return self._idle_bytes
-
-    def allocate(self, nbytes: int) -> memoryview:
-        """Return a writable, page-aligned buffer with arbitrary content.
-
-        Args:
-            nbytes: Length of the view, at least 1.
-
-        Raises:
-            StoreError: If `nbytes` is not positive or memory is exhausted.
-        """
-        if nbytes < 1:
-            raise StoreError(f"cannot allocate {nbytes} bytes: ask for 1 or more")
-        capacity = _capacity_for(nbytes)
-        with self._lock:
-            same_size = self._idle.get(capacity)
-            mapping = same_size.pop() if same_size else None
-            if mapping is not None:
-                self._idle_bytes -= capacity
-        if mapping is None:
-            mapping = _map_pages(capacity)
-        # The array's life is the buffer's: every view of it holds the array, and an
-        # mmap alone could not tell that its last view is gone.
-        array = np.frombuffer(mapping, dtype=np.uint8)
-        weakref.finalize(array, self._take_back, mapping, capacity).atexit = False
-        return array.data[:nbytes]
-
-    def _take_back(self, mapping: mmap.mmap, capacity: int) -> None:
-        # A finalizer may run inside any allocation, this pool's own included, so it
-        # must not wait: a busy pool lets the buffer go and the kernel unmaps it.
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            if self._idle_bytes + capacity <= self._max_idle_bytes:
-                self._idle.setdefault(capacity, []).append(mapping)
-                self._idle_bytes += capacity
-        finally:
-            self._lock.release()
-
-
-def _capacity_for(nbytes: int) -> int:
-    # Eight sizes per power of two: records of nearly equal length share buffers, at
-    # most an eighth is lost, and a 256-token segment mostly fills whole huge pages.
-    step = max(mmap.PAGESIZE, 1 << max(0, nbytes.bit_length() - 4))
-    return -(-nbytes // step) * step
-
-
-def _map_pages(capacity: int) -> mmap.mmap:
-    try:
-        # Private: Python's default is shared, whose pages took twice as long.
-        mapping = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise StoreError(
-            f"no memory for a buffer of {capacity} bytes: lower host_bytes"
-        ) from error
-    if capacity >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        # A kernel without huge pages is slower on first use, nothing else.
-        with suppress(OSError):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
+# Keys of evicted records that wait for `take_evicted`; older ones are forgotten, and
+# whoever still believes in them finds a miss.
+_MAX_EVICTED: Final = 1 << 16
 
 
 class HostTier:
-    """Records in host memory, least recently used evicted first.
+    """Records in host memory, evicted by documents, last segment first.
 
     Args:
-        capacity_bytes: Budget for records held. Buffers round up to whole pages,
-            by an eighth at most, and idle buffers stay outside the budget.
-        pool: Where `allocate` takes buffers from; a pool of its own if None.
+        capacity_bytes: The budget, see above; at least 1.
+        policy: Which documents are evicted first, see `daric_rag.eviction`.
+
+    Raises:
+        StoreError: If so much memory cannot be mapped.
     """
 
-    def __init__(self, capacity_bytes: int, *, pool: BufferPool | None = None) -> None:
+    def __init__(
+        self, capacity_bytes: int, *, policy: EvictionName = "frequency"
+    ) -> None:
+        self._index = SegmentIndex(policy=policy_of(policy, capacity_bytes))
         self._capacity_bytes = capacity_bytes
-        if pool is None:
-            pool = BufferPool(min(_DEFAULT_IDLE_BYTES, capacity_bytes // 4))
-        self.pool: Final = pool
-        self._records: OrderedDict[bytes, Record] = OrderedDict()
+        self.arena: Final = Arena(capacity_bytes)
+        self._records: dict[bytes, Record] = {}
+        self._pinned: set[bytes] = set()
+        self._evicted_keys: deque[bytes] = deque(maxlen=_MAX_EVICTED)
         self._lock = threading.Lock()
-        self._nbytes = 0
         self._hits = self._misses = self._corrupt = self._evicted = 0
+        self._failed_writes = self._overflow_bytes = 0
 
     @property
     def capacity_bytes(self) -> int:
@@ -131,69 +61,110 @@ class HostTier:
     @property
     def nbytes(self) -> int:
         """Bytes held, headers included."""
-        return self._nbytes
+        return self._index.nbytes
 
-    def allocate(self, nbytes: int) -> memoryview:
+    @property
+    def overflow_bytes(self) -> int:
+        """Bytes that `allocate` ever took from outside the arena."""
+        return self._overflow_bytes
+
+    def allocate(self, nbytes: int, *, parent: bytes | None = None) -> memoryview:
         """Return a writable buffer to gather a payload into, then to `write`.
+
+        Makes room in the arena by evicting records.
 
         Args:
             nbytes: `payload_len` of the record to be.
+            parent: Key of the segment before it, which is not evicted for it: a
+                document that is new might else displace itself.
 
         Raises:
             StoreError: If memory is exhausted.
         """
-        return self.pool.allocate(nbytes)
+        with self._lock, self._protected([] if parent is None else [parent]):
+            buffer = self._cut(nbytes)
+            if buffer is not None:
+                return buffer
+            self._overflow_bytes += nbytes
+        return plain_buffer(nbytes)
 
     def contains(self, key: bytes) -> bool:
         """Whether the record is held; touches nothing."""
-        with self._lock:
-            return key in self._records
+        return key in self._records
 
     def read(self, key: bytes, fingerprint: bytes) -> Record | None:
         """Return the record as written, without a copy; None is a miss."""
-        with self._lock:
-            record = self._records.get(key)
-            if record is not None and record.header.fingerprint != fingerprint:
-                self._remove(key)
-                self._corrupt += 1
-                record = None
-            if record is None:
-                self._misses += 1
-                return None
-            self._records.move_to_end(key)
-            self._hits += 1
-            return record
+        return self.read_many([key], fingerprint)[0]
 
     def read_many(
         self, keys: Sequence[bytes], fingerprint: bytes
     ) -> list[Record | None]:
         """`read` for several keys; one result per key, in their order."""
-        return [self.read(key, fingerprint) for key in keys]
+        with self._lock:
+            return [self._read(key, fingerprint) for key in keys]
 
     def write(self, record: Record) -> None:
         """Hold a record, sharing its buffer, which nobody may write to any more.
 
+        A payload that is not from `allocate` is copied. Where all other records are
+        in use or pinned the record is not held, which counts as a failed write.
+
         Raises:
-            StoreError: If the record exceeds the whole budget.
+            StoreError: If the record exceeds the whole budget, or names another
+                parent than it did before.
         """
         check_fits(record, self._capacity_bytes, "host_bytes")
         with self._lock:
-            self._remove(record.key)
-            while self._nbytes + record.record_bytes > self._capacity_bytes:
-                self._remove(next(iter(self._records)))
-                self._evicted += 1
-            self._records[record.key] = record
-            self._nbytes += record.record_bytes
+            if not self._hold_record(record):
+                self._failed_writes += 1
+                self._evicted_keys.append(record.key)
 
     def delete(self, key: bytes) -> None:
         """Forget a record; a key that is absent is no error."""
         with self._lock:
             self._remove(key)
 
-    def keys(self) -> list[bytes]:
-        """A snapshot of the keys held, least recently used first."""
+    def hold(self, keys: Iterable[bytes]) -> None:
+        """Protect records in use from eviction; absent ones from when they come."""
         with self._lock:
-            return list(self._records)
+            self._index.hold(map(SegmentKey, keys))
+
+    def release(self, keys: Iterable[bytes]) -> None:
+        """Undo one `hold` of the same keys."""
+        with self._lock:
+            self._index.release([SegmentKey(key) for key in keys])
+
+    def pin(self, keys: Iterable[bytes]) -> int:
+        """Protect records from eviction until `unpin`, also those yet to come.
+
+        Returns:
+            Number of keys that were not pinned before.
+        """
+        with self._lock:
+            new = set(keys) - self._pinned
+            self._pinned |= new
+            self._index.pin(map(SegmentKey, new))
+            return len(new)
+
+    def unpin(self, keys: Iterable[bytes]) -> int:
+        """Undo `pin`; returns the number of keys that were pinned."""
+        with self._lock:
+            old = self._pinned.intersection(keys)
+            self._pinned -= old
+            self._index.unpin([SegmentKey(key) for key in old])
+            return len(old)
+
+    def take_evicted(self) -> list[bytes]:
+        """Keys that were evicted, or not held for want of room, since last asked."""
+        with self._lock:
+            keys = list(dict.fromkeys(self._evicted_keys))
+            self._evicted_keys.clear()
+            return keys
+
+    def keys(self) -> list[bytes]:
+        """A snapshot of the keys held, those that would be evicted first in front."""
+        with self._lock:
+            return sorted(self._records, key=self._priority_of)
 
     def stats(self) -> TierStats:
         """A consistent snapshot of the counters."""
@@ -203,9 +174,9 @@ class HostTier:
                 misses=self._misses,
                 corrupt=self._corrupt,
                 evicted=self._evicted,
-                failed_writes=0,
+                failed_writes=self._failed_writes,
                 num_records=len(self._records),
-                nbytes=self._nbytes,
+                nbytes=self.nbytes,
                 capacity_bytes=self._capacity_bytes,
             )
 
@@ -213,12 +184,94 @@ class HostTier:
         """Nothing waits: a record is held as soon as `write` returns."""
 
     def close(self) -> None:
-        """Drop every record; records handed out stay valid."""
+        """Drop every record and unused memory; records handed out stay valid."""
         with self._lock:
-            self._records.clear()
-            self._nbytes = 0
+            for key in list(self._records):
+                self._remove(key)
+        self.arena.trim()
+
+    def _read(self, key: bytes, fingerprint: bytes) -> Record | None:
+        record = self._records.get(key)
+        if record is not None and record.header.fingerprint != fingerprint:
+            self._remove(key)
+            self._corrupt += 1
+            record = None
+        if record is None:
+            self._misses += 1
+            return None
+        self._index.use(SegmentKey(key))
+        self._hits += 1
+        return record
+
+    def _hold_record(self, record: Record) -> bool:
+        header, key = record.header, SegmentKey(record.key)
+        # Its old version makes room first; its row keeps the record of its uses.
+        old = self._records.pop(key, None)
+        growth = record.record_bytes - (0 if old is None else old.record_bytes)
+        del old
+        parent = ModelFingerprint(header.parent_key)
+        with self._protected([key, parent]):
+            held = self._placed(record) if self._make_room(growth) else None
+        if held is None:
+            self._index.discard(key)
+            return False
+        try:
+            self._index.add(key, parent, header.num_tokens, record.record_bytes)
+        except ValueError as error:
+            self._index.discard(key)
+            raise StoreError(f"the record's parent_key is wrong: {error}") from error
+        self._records[key] = held
+        return True
+
+    def _placed(self, record: Record) -> Record | None:
+        """Return the record with its payload in the arena; None if there is no room."""
+        if self.arena.owns(record.payload):
+            return record
+        buffer = self._cut(record.payload.nbytes)
+        if buffer is None:
+            return None
+        buffer[:] = record.payload
+        return Record(record.header, buffer, record.side_data)
+
+    @contextmanager
+    def _protected(self, keys: Sequence[bytes]) -> Iterator[None]:
+        held = [SegmentKey(key) for key in keys]
+        self._index.hold(held)
+        try:
+            yield
+        finally:
+            self._index.release(held)
+
+    def _make_room(self, nbytes: int) -> bool:
+        excess = self.nbytes + nbytes - self._capacity_bytes
+        if excess > 0:
+            self._evict(excess)
+        return self.nbytes + nbytes <= self._capacity_bytes
+
+    def _cut(self, nbytes: int) -> memoryview | None:
+        """Take a buffer from the arena, evicting records until one is free."""
+        while (buffer := self.arena.allocate(nbytes)) is None:
+            if nbytes > self._capacity_bytes or not self._evict(1):
+                return None
+        return buffer
+
+    def _evict(self, nbytes: int) -> int:
+        """Evict at least so many bytes if possible; returns how many records."""
+        keys = self._index.evict(nbytes)
+        for key in keys:
+            del self._records[key]
+        self._evicted += len(keys)
+        self._evicted_keys.extend(keys)
+        return len(keys)
 
     def _remove(self, key: bytes) -> None:
-        record = self._records.pop(key, None)
-        if record is not None:
-            self._nbytes -= record.record_bytes
+        if self._records.pop(key, None) is not None:
+            self._index.discard(SegmentKey(key))
+
+    def _priority_of(self, key: bytes) -> int:
+        info = self._index.info(SegmentKey(key))
+        assert info is not None  # one row per record
+        return info.priority
+
+
+BufferPool = Arena  # until `storage/__init__` names the arena

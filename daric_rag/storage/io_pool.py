@@ -4,14 +4,19 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import contextmanager
+from typing import Final, TypeVar
 
 from daric_rag.errors import StoreError
 from daric_rag.storage.base import Record
 
 _logger = logging.getLogger(__name__)
+
+# A write of a segment takes about 10 ms, and a read of a request's documents as long:
+# reads seldom need so much, and saves go on at ten a second if they do.
+_MAX_YIELD_S: Final = 0.1
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -20,6 +25,9 @@ _Result = TypeVar("_Result")
 class WriteBehind:
     """Writes records in one daemon thread, in the order they were submitted.
 
+    Loads come before saves: while a read is in progress no write is started, unless
+    the queue is half full, somebody waits for it, or the reads have gone on for long.
+
     Args:
         write: Called in the thread for each record. What it raises is logged and
             counted, and the thread goes on.
@@ -27,6 +35,9 @@ class WriteBehind:
             exceed it.
         on_exit: Called in the thread as it ends, to close what `write` opened
             there.
+        hold: Called with a key as it enters the queue.
+        release: Called with a key as it leaves the queue.
+        max_yield_s: Seconds that reads may keep a record from being written.
     """
 
     def __init__(
@@ -35,16 +46,19 @@ class WriteBehind:
         *,
         max_pending_bytes: int,
         on_exit: Callable[[], None],
+        hold: Callable[[list[bytes]], None],
+        release: Callable[[list[bytes]], None],
+        max_yield_s: float = _MAX_YIELD_S,
     ) -> None:
-        self._write = write
-        self._max_pending_bytes = max_pending_bytes
-        self._on_exit = on_exit
+        self._write, self._on_exit = write, on_exit
+        self._hold, self._release = hold, release
+        self._max_pending_bytes, self._max_yield_s = max_pending_bytes, max_yield_s
         # Oldest first; a record stays in here until its write has ended, so that
         # whoever looks for it finds it here or on disk at every moment.
         self._pending: OrderedDict[bytes, Record] = OrderedDict()
         self._pending_bytes = 0
         self._writing: bytes | None = None
-        self._failures = 0
+        self._failures = self._num_reads = self._num_waiters = 0
         self._closing = self._congested = False
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
@@ -59,10 +73,14 @@ class WriteBehind:
         with self._changed:
             return len(self._pending), self._pending_bytes
 
-    def submit(self, record: Record, *, timeout_s: float) -> bool:
+    def submit(self, record: Record, *, timeout_s: float | None) -> bool:
         """Queue a record; returns False if the queue stayed full for `timeout_s`.
 
         A key that is queued already is not queued twice: equal keys are equal bytes.
+
+        Args:
+            record: To be written.
+            timeout_s: Seconds; None waits as long as it takes.
 
         Raises:
             StoreError: After `close`.
@@ -74,27 +92,33 @@ class WriteBehind:
                 return True
             # Once somebody has waited in vain, nobody does until there is room again:
             # a request of a hundred segments must not pay for a slow disk each time.
+            if self._congested and timeout_s is not None:
+                timeout_s = 0.0
             if not self._changed.wait_for(
-                lambda: self._has_room_for(record),
-                timeout=0 if self._congested else timeout_s,
+                lambda: self._has_room_for(record), timeout=timeout_s
             ):
                 self._congested = True
                 return False
             self._congested = False
-            self._pending[record.key] = record
-            self._pending_bytes += record.record_bytes
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="daric-write-behind", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify_all()
+            self._enqueue(record)
             return True
 
     def find(self, key: bytes) -> Record | None:
         """Return a record that is queued or being written."""
         with self._changed:
             return self._pending.get(key)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Keep writes from starting meanwhile, within the limits of the class."""
+        with self._changed:
+            self._num_reads += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_reads -= 1
+                self._changed.notify_all()
 
     def cancel(self, key: bytes) -> None:
         """Take a record out of the queue, waiting for it if it is being written."""
@@ -103,10 +127,13 @@ class WriteBehind:
             self._drop(key)
             self._changed.notify_all()
 
+    def wait_for(self, key: bytes) -> None:
+        """Return when a record is not queued, or no longer."""
+        self._wait(lambda: key not in self._pending)
+
     def flush(self) -> None:
         """Return when the queue is empty and the last write has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._pending)
+        self._wait(lambda: not self._pending)
 
     def close(self) -> None:
         """Write what is queued, then end the thread. Harmless when repeated."""
@@ -118,14 +145,37 @@ class WriteBehind:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
+    def _wait(self, is_over: Callable[[], bool]) -> None:
+        with self._changed:
+            self._num_waiters += 1
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(is_over)
+            finally:
+                self._num_waiters -= 1
+
     def _has_room_for(self, record: Record) -> bool:
         total = self._pending_bytes + record.record_bytes
         return not self._pending or total <= self._max_pending_bytes
+
+    def _enqueue(self, record: Record) -> None:
+        if self._thread is None:
+            # First: where no thread can be started, nothing must wait for one.
+            thread = threading.Thread(
+                target=self._run, name="daric-write-behind", daemon=True
+            )
+            thread.start()
+            self._thread = thread
+        self._hold([record.key])
+        self._pending[record.key] = record
+        self._pending_bytes += record.record_bytes
+        self._changed.notify_all()
 
     def _drop(self, key: bytes) -> None:
         record = self._pending.pop(key, None)
         if record is not None:
             self._pending_bytes -= record.record_bytes
+            self._release([key])
 
     def _run(self) -> None:
         try:
@@ -146,11 +196,23 @@ class WriteBehind:
 
     def _next(self) -> Record | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._pending or self._closing)
-            if not self._pending:
-                return None
-            self._writing, record = next(iter(self._pending.items()))
-            return record
+            while True:
+                self._changed.wait_for(lambda: self._pending or self._closing)
+                if self._pending:
+                    self._changed.wait_for(self._may_start, timeout=self._max_yield_s)
+                if self._pending:  # `cancel` may have emptied the queue meanwhile
+                    self._writing, record = next(iter(self._pending.items()))
+                    return record
+                if self._closing:
+                    return None
+
+    def _may_start(self) -> bool:
+        return (
+            self._num_reads == 0
+            or self._num_waiters > 0
+            or self._closing
+            or 2 * self._pending_bytes > self._max_pending_bytes
+        )
 
 
 class ReadPool:

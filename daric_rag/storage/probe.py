@@ -7,19 +7,20 @@ a restart, or when another process saved it.
 
 import os
 import sqlite3
+import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import diskcache
-
-from daric_rag.storage.folder import open_cache
+from daric_rag.storage.database import ReadOnlyDatabase
+from daric_rag.storage.folder import check_folder
 
 __all__ = ["StoreProbe"]
 
 
 class StoreProbe:
     """One SELECT per question; a wrong answer costs time and nothing else.
+
+    It never writes, and needs no key. The index may come, go and be replaced.
 
     Args:
         directory: The store's folder, made if absent; None for a store without disk.
@@ -29,19 +30,35 @@ class StoreProbe:
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
-        self._cache: Any = None
+        self._directory: Path | None = None
+        self._database: ReadOnlyDatabase | None = None
+        self._lock = threading.Lock()
         if directory is not None:
-            self._cache = open_cache(Path(directory).expanduser().absolute())
+            self._directory = Path(directory).expanduser().absolute()
+            check_folder(self._directory)
 
     def contains(self, key: bytes) -> bool:
         """Whether the folder's index names a record of this key."""
-        if self._cache is None:
+        if self._directory is None:
             return False
-        with suppress(sqlite3.Error, diskcache.Timeout):
-            return key in self._cache
-        return False
+        with self._lock:
+            try:
+                if self._database is not None and not self._database.is_current():
+                    self._close()
+                if self._database is None:
+                    self._database = ReadOnlyDatabase(self._directory)
+                return self._database.contains(key)
+            except (OSError, sqlite3.Error):
+                self._close()
+                return False
 
     def close(self) -> None:
-        """Release the database connection of the calling thread."""
-        if self._cache is not None:
-            self._cache.close()
+        """Release the database connection; it reopens when needed."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        database, self._database = self._database, None
+        if database is not None:
+            with suppress(sqlite3.Error):
+                database.close()

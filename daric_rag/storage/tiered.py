@@ -6,45 +6,34 @@
 | `read`       | first            | then           | last; a hit is promoted     |
 | `contains`   | first            | then           | last                        |
 | `clear_host` | drops the copies | -              | of what is here             |
+
+A record in the queue is not evicted from host memory: it would free nothing there.
 """
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Final, Self
 
 from daric_rag.errors import StoreError
-from daric_rag.storage.base import Record, TierStats, check_fits
+from daric_rag.storage.base import Record, check_fits
 from daric_rag.storage.disk import DiskTier
 from daric_rag.storage.format import RecordHeader
 from daric_rag.storage.host import HostTier
 from daric_rag.storage.io_pool import WriteBehind
+from daric_rag.storage.promotion import Promotion
+from daric_rag.storage.store_stats import StoreStats
 
+__all__ = ["StoreStats", "TieredStore"]
+
+# Half of the host tier at most waits for the disk and cannot be evicted; but one
+# request's documents must find room in the queue however small the tier is.
+_MIN_PENDING_BYTES: Final = 64 << 20
 _MAX_PENDING_BYTES: Final = 256 << 20
 _SUBMIT_TIMEOUT_S: Final = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """What the store did since it was opened.
-
-    Attributes:
-        host: Counters of the host tier.
-        disk: Counters of the disk tier, None without one.
-        queued_records: Records on their way to disk.
-        queued_bytes: Their bytes.
-        dropped_writes: Records that went to host memory only, because the disk
-            could not keep up or was too small for them.
-        promoted: Records copied from disk to host memory by a read.
-    """
-
-    host: TierStats
-    disk: TierStats | None
-    queued_records: int
-    queued_bytes: int
-    dropped_writes: int
-    promoted: int
+_MAX_LOST: Final = 1 << 16
 
 
 class TieredStore:
@@ -52,15 +41,18 @@ class TieredStore:
 
     Every method may be called from any thread. Losing any record at any moment costs
     its reader a recomputation and nothing else, so no method waits for the disk
-    longer than `submit_timeout_s`, `flush`, `close` and a missed read apart.
+    longer than `submit_timeout_s`, those apart whose purpose it is: `flush`, `close`,
+    `pin`, a missed read, and `write` if it is to write through.
 
     Args:
         host: The upper tier; owned and closed by the store.
-        disk: The lower tier, or None to keep records in memory only.
-        max_pending_bytes: Bytes that may wait for the disk. They are mostly the
-            host tier's own buffers, and extra memory only once evicted there.
+        disk: The lower tier, or None to keep records in memory only. Its `allocate`
+            is best the host's, or promoting a record copies it.
+        max_pending_bytes: Bytes that may wait for the disk; half the host tier's by
+            default, but 64 to 256 MiB.
         submit_timeout_s: Seconds that `write` waits for room in that queue before
             it gives up the disk copy.
+        write_through: Whether `write` returns only when the disk has the record.
     """
 
     def __init__(
@@ -68,24 +60,31 @@ class TieredStore:
         host: HostTier,
         disk: DiskTier | None = None,
         *,
-        max_pending_bytes: int = _MAX_PENDING_BYTES,
+        max_pending_bytes: int | None = None,
         submit_timeout_s: float = _SUBMIT_TIMEOUT_S,
+        write_through: bool = False,
     ) -> None:
         self.host: Final = host
         self.disk: Final = disk
-        self._submit_timeout_s = submit_timeout_s
+        self._write_through = write_through
+        self._submit_timeout_s = None if write_through else submit_timeout_s
         self._lock = threading.Lock()
-        self._dropped_writes = self._promoted = 0
-        self._closed = False
-        self._writer: WriteBehind | None = None
-        if disk is not None:
-            self._writer = WriteBehind(
-                disk.write,
-                max_pending_bytes=max_pending_bytes,
-                on_exit=disk.close_thread,
-            )
-            # A program that ends without close() still saves what it computed.
-            weakref.finalize(self, self._writer.close)
+        self._dropped_writes, self._closed = 0, False
+        self._promotion = Promotion(host)
+        self._lost: deque[bytes] = deque(maxlen=_MAX_LOST)
+        if max_pending_bytes is None:
+            half = max(_MIN_PENDING_BYTES, host.capacity_bytes // 2)
+            max_pending_bytes = min(_MAX_PENDING_BYTES, half)
+        # Nothing of the writer may refer to the store, or it would never end.
+        self._writer = WriteBehind(
+            partial(_save, host, disk, self._lost),
+            max_pending_bytes=max_pending_bytes,
+            on_exit=disk.close_thread if disk is not None else lambda: None,
+            hold=host.hold,
+            release=host.release,
+        )
+        # A program that ends without close() still saves what it computed.
+        weakref.finalize(self, self._writer.close)
 
     def __enter__(self) -> Self:
         return self
@@ -93,32 +92,28 @@ class TieredStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def allocate(self, nbytes: int) -> memoryview:
-        """Return a writable page-aligned buffer to gather a payload into.
+    def allocate(self, nbytes: int, *, parent: bytes | None = None) -> memoryview:
+        """Return a writable 64-byte-aligned buffer to gather a payload into.
 
         Hand it to `write` and do not write to it afterwards: it is stored as it is.
+
+        Args:
+            nbytes: `payload_len` of the record to be.
+            parent: Key of the segment before it, which is not evicted for it: a
+                document that is new might else displace itself.
 
         Raises:
             StoreError: If memory is exhausted.
         """
-        return self.host.allocate(nbytes)
+        return self.host.allocate(nbytes, parent=parent)
 
     def contains(self, key: bytes) -> bool:
         """Whether `read` would probably hit; reads no payload, touches nothing."""
-        if self.host.contains(key):
-            return True
-        if self._writer is not None and self._writer.find(key) is not None:
-            return True
-        return self.disk is not None and self.disk.contains(key)
+        in_memory = self.host.contains(key) or self._writer.find(key) is not None
+        return in_memory or (self.disk is not None and self.disk.contains(key))
 
     def read(self, key: bytes, fingerprint: bytes) -> Record | None:
-        """Return a verified record from the nearest tier; None is a miss.
-
-        Args:
-            key: `SegmentKey`, 32 bytes.
-            fingerprint: `ModelFingerprint`, 32 bytes; a record of another model is
-                a miss.
-        """
+        """Return a verified record from the nearest tier; None is a miss."""
         return self.read_many([key], fingerprint)[0]
 
     def read_many(
@@ -128,66 +123,105 @@ class TieredStore:
 
         Args:
             keys: `SegmentKey`s, in any order; a key may occur twice.
-            fingerprint: `ModelFingerprint`, 32 bytes.
+            fingerprint: `ModelFingerprint`; a record of another model is a miss.
 
         Returns:
             One record or None per key, in the order of `keys`. All stay valid while
             held, even if together they exceed the host tier.
         """
-        found: dict[bytes, Record] = {}
-        absent: list[bytes] = []
-        for key in dict.fromkeys(keys):
-            record = self._read_memory(key, fingerprint)
-            if record is None:
-                absent.append(key)
-            else:
-                found[key] = record
-        if self.disk is not None and found:
-            # Or the disk would take the records in constant use for the oldest.
-            self.disk.touch(found)
-        if self.disk is not None and absent:
-            for record in self.disk.read_many(absent, fingerprint):
-                if record is not None:
-                    found[record.key] = record
-                    self._promote(record)
+        distinct = list(dict.fromkeys(keys))
+        # Or what disk reads would drive out what the host has of the same request.
+        self.host.hold(distinct)
+        try:
+            found = self._read_memory(distinct, fingerprint)
+            if self.disk is not None:
+                # Or the disk would take the records in constant use for the oldest.
+                self.disk.touch(found)
+                absent = [key for key in distinct if key not in found]
+                found |= self._read_disk(self.disk, absent, fingerprint)
+        finally:
+            self.host.release(distinct)
         return [found.get(key) for key in keys]
 
-    def write(self, header: RecordHeader, payload: memoryview) -> None:
+    def write(
+        self, header: RecordHeader, payload: memoryview, side_data: bytes = b""
+    ) -> None:
         """Store a record: readable when this returns, on disk soon after.
 
         Args:
             header: Shape, dtype and identity.
-            payload: `header.payload_len` contiguous bytes, shared and not copied;
-                best a buffer of `allocate`.
+            payload: `header.payload_len` contiguous bytes; shared and not copied if
+                they are a buffer of `allocate`.
+            side_data: `header.side_data_len` bytes.
 
         Raises:
-            StoreError: If payload and header disagree, if the record fits no tier,
-                or after `close`.
+            StoreError: If payload or side data and header disagree, if the record
+                fits no tier, or after `close`.
         """
         if self._closed:
             raise StoreError("the store is closed: open it again to write")
-        record = Record(header, payload)
+        record = Record(header, payload, side_data)
         fits_host = record.record_bytes <= self.host.capacity_bytes
         disk_bytes = 0 if self.disk is None else self.disk.capacity_bytes
         if not fits_host and record.record_bytes > disk_bytes:
             check_fits(record, self.host.capacity_bytes, "host_bytes")
         if fits_host:
             self.host.write(record)
-        if self._writer is None or self.disk is None or self.disk.contains(record.key):
+        if self.disk is None or self.disk.contains(record.key):
             return
         if record.record_bytes > disk_bytes or not self._writer.submit(
             record, timeout_s=self._submit_timeout_s
         ):
             with self._lock:
                 self._dropped_writes += 1
+        elif self._write_through:
+            self._writer.wait_for(record.key)
 
     def delete(self, key: bytes) -> None:
         """Forget a record in every tier; a key that is absent is no error."""
-        self.host.delete(key)
-        if self._writer is not None:
-            self._writer.cancel(key)
+        self._promotion.delete(key)
+        self._writer.cancel(key)
         if self.disk is not None:
             self.disk.delete(key)
+
+    def protect(self, keys: Sequence[bytes]) -> None:
+        """Keep records from eviction by this process while they are in use."""
+        self.host.hold(keys)
+        if self.disk is not None:
+            self.disk.protect(keys)
+
+    def release(self, keys: Sequence[bytes]) -> None:
+        """Undo one `protect` of the same keys."""
+        self.host.release(keys)
+        if self.disk is not None:
+            self.disk.release(keys)
+
+    def pin(self, keys: Sequence[bytes]) -> int:
+        """Keep records from eviction until `unpin`.
+
+        With a disk tier it is durable and every process sees it. Those that come to
+        host memory stay there as well, so let them be fewer than it holds.
+
+        Returns:
+            Number of records that were not pinned before; on disk, if there is one.
+        """
+        for key in keys:
+            self._writer.wait_for(key)
+        num_pinned = self.host.pin(keys)
+        return num_pinned if self.disk is None else self.disk.pin(keys)
+
+    def unpin(self, keys: Sequence[bytes]) -> int:
+        """Undo `pin`; returns the number of records that were pinned, as `pin` does."""
+        num_unpinned = self.host.unpin(keys)
+        return num_unpinned if self.disk is None else self.disk.unpin(keys)
+
+    def take_evicted(self) -> list[bytes]:
+        """Keys that every tier has lost since last asked; bounded, oldest forgotten."""
+        evicted = [] if self.disk is None else self.disk.take_evicted()
+        gone = dict.fromkeys([*self.host.take_evicted(), *evicted])
+        while self._lost:
+            gone[self._lost.popleft()] = None
+        return [key for key in gone if not self.contains(key)]
 
     def keys(self) -> list[bytes]:
         """A snapshot of the keys held in any tier, each once."""
@@ -197,55 +231,69 @@ class TieredStore:
 
     def clear_host(self) -> None:
         """Drop the host copies of records that are on disk, to measure the disk."""
-        if self.disk is None:
-            return
-        held = self.host.keys()
-        for key in held:
-            if self.disk.contains(key):
+        if self.disk is not None:
+            for key in filter(self.disk.contains, self.host.keys()):
                 self.host.delete(key)
 
     def stats(self) -> StoreStats:
         """A snapshot of all counters."""
-        queued_records = queued_bytes = 0
-        dropped_writes = self._dropped_writes
-        if self._writer is not None:
-            queued_records, queued_bytes = self._writer.queued()
-            dropped_writes += self._writer.failures
+        queued_records, queued_bytes = self._writer.queued()
         return StoreStats(
             host=self.host.stats(),
             disk=self.disk.stats() if self.disk is not None else None,
             queued_records=queued_records,
             queued_bytes=queued_bytes,
-            dropped_writes=dropped_writes,
-            promoted=self._promoted,
+            dropped_writes=self._dropped_writes + self._writer.failures,
+            promoted=self._promotion.num_promoted,
+            overflow_bytes=self.host.overflow_bytes,
+            read_only=self.disk is not None and self.disk.read_only,
         )
 
     def flush(self) -> None:
         """Return when every record written so far is on disk, or was given up."""
-        if self._writer is not None:
-            self._writer.flush()
+        self._writer.flush()
         if self.disk is not None:
             self.disk.flush()
 
     def close(self) -> None:
         """Flush, then release threads, files and memory. Harmless when repeated."""
         self._closed = True
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
         if self.disk is not None:
             self.disk.close()
         self.host.close()
 
-    def _read_memory(self, key: bytes, fingerprint: bytes) -> Record | None:
-        record = self.host.read(key, fingerprint)
-        if record is None and self._writer is not None:
-            record = self._writer.find(key)
-            if record is not None and record.header.fingerprint != fingerprint:
-                return None
-        return record
+    def _read_memory(
+        self, keys: Sequence[bytes], fingerprint: bytes
+    ) -> dict[bytes, Record]:
+        found = {}
+        held = self.host.read_many(keys, fingerprint)
+        for key, record in zip(keys, held, strict=True):
+            record = record or self._writer.find(key)
+            if record is not None and record.header.fingerprint == fingerprint:
+                found[key] = record
+        return found
 
-    def _promote(self, record: Record) -> None:
-        if record.record_bytes <= self.host.capacity_bytes:
-            self.host.write(record)
-            with self._lock:
-                self._promoted += 1
+    def _read_disk(
+        self, disk: DiskTier, keys: Sequence[bytes], fingerprint: bytes
+    ) -> dict[bytes, Record]:
+        if not keys:
+            return {}
+        begun = self._promotion.begin()
+        with self._writer.reading():
+            records = disk.read_many(keys, fingerprint)
+        found = {record.key: record for record in records if record is not None}
+        self._promotion.promote(found.values(), begun)
+        return found
+
+
+def _save(
+    host: HostTier, disk: DiskTier | None, lost: deque[bytes], record: Record
+) -> None:
+    """Write a record to disk; if that fails and the host has not got it, it is lost."""
+    assert disk is not None  # or nothing is queued
+    try:
+        disk.write(record)
+    finally:
+        if not (disk.contains(record.key) or host.contains(record.key)):
+            lost.append(record.key)

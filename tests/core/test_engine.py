@@ -28,6 +28,25 @@ def test_empty_documents_are_dropped_and_the_others_kept_to_the_letter():
     assert ChunkedPrompt(documents=documents).texts() == [" a\n"]
 
 
+@pytest.mark.parametrize(
+    ("metadata", "title"),
+    [
+        ({"title": "The Mill"}, "The Mill"),
+        ({"source": "a/mill.txt"}, "a/mill.txt"),
+        ({"file_name": "mill.txt", "source": ""}, "mill.txt"),
+        ({"title": 7}, "It was built"),
+        (None, "It was built"),
+        ({"title": " two\nlines "}, "two lines"),
+        ({"title": "\x1b[31mred\ud800"}, "?[31mred?"),
+        ({"title": "x" * 200}, "x" * 80),
+    ],
+)
+def test_a_title_is_one_printable_line(metadata, title):
+    document = SimpleNamespace(page_content="It was\n built", metadata=metadata)
+    titled = ChunkedPrompt(documents=["", document]).titled_texts()
+    assert titled == [("It was\n built", title)]
+
+
 def test_texts_may_be_read_twice():
     prompt = ChunkedPrompt(documents=("a", "b"))
     assert prompt.texts() == prompt.texts() == ["a", "b"]

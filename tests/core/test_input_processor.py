@@ -457,6 +457,28 @@ def test_the_wire_carries_the_layout(reuse):
     assert other == replace(wire.config, namespace="other")
 
 
+def test_titles_travel_with_their_chunks():
+    document = SimpleNamespace(page_content="One.", metadata={"title": "The first"})
+    prompt = ChunkedPrompt(system="S", documents=[document, "", "Two."], question="Q")
+    subject = processor(FakeTokenizer(chatml))
+    wire = subject.request_wire(subject.layout(prompt), reuse="daric")
+    assert wire.titles == ("(system prompt)", "The first", "Two.", "")
+
+    bare = processor(FakeTokenizer())
+    layout = bare.layout(ChunkedPrompt(documents=[document], question="Q"))
+    assert [chunk.title for chunk in layout.chunks] == ["The first", ""]
+
+
+def test_a_document_computed_ahead_has_the_ids_and_title_of_its_chunk():
+    subject = processor(FakeTokenizer(chatml), alignment="block")
+    ahead = subject.document_layout("One.", "The first")
+    chunk = subject.layout(ChunkedPrompt(documents=["One."], question="Q")).chunks[1]
+    (alone,) = ahead.chunks
+    prompt = subject.layout(ChunkedPrompt(documents=["One."], question="Q"))
+    assert ahead.token_ids == prompt.token_ids[chunk.start : chunk.end]
+    assert (alone.title, alone.reusable) == ("The first", True)
+
+
 def test_a_request_without_reuse_has_no_wire():
     subject = processor(FakeTokenizer())
     with pytest.raises(WireError):

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from daric_rag.chunk_plan import SegmentSave
 from daric_rag.config import DaricConfig
 from daric_rag.keys import model_fingerprint, segment_keys
-from daric_rag.plan import RequestPlan, SegmentSave, plan_request
+from daric_rag.plan import RequestPlan, plan_request
 from daric_rag.selection import recompute_set
 from daric_rag.wire import RequestWire
 
@@ -220,7 +221,9 @@ def test_saves_tile_what_is_missing_of_the_first_chunk(case):
     assert edges[-1] == end
     keys = segment_keys(ROOT, case.token_ids[:end], case.max_segment_len)
     assert case.plan.first_keys == keys
-    assert tuple(save.key for save in saves) == keys[len(keys) - len(saves) :]
+    assert [save.index for save in saves] == [*range(len(keys))][
+        len(keys) - len(saves) :
+    ]
     # They lie in the request's blocks, exact: computed here or in the GPU prefix.
     done = case.window_positions() | set(range(case.gpu_prefix_len))
     assert positions((save.start, save.end) for save in saves) <= done
@@ -278,7 +281,10 @@ def test_a_missing_first_chunk_is_computed_in_place_and_saved():
     keys = segment_keys(ROOT, case.token_ids[:6], 4)
     assert plan.windows == ((4, 6), (10, 12))
     assert [(c.start, c.end) for c in plan.chunks] == [(0, 4), (6, 10)]
-    assert plan.saves == (SegmentSave(keys[1], 4, 6),)
+    assert plan.saves == (SegmentSave(1, 4, 6, ends_document=True),)
+    assert plan.first_keys == keys
+    # What is loaded of it is not the document's end.
+    assert [chunk.ends_document for chunk in plan.chunks] == [False, True]
     assert (plan.contiguous_hit_len, plan.disjoint_hit_len) == (4, 4)
 
 
@@ -327,6 +333,8 @@ def test_a_lone_chunk_is_matched_like_a_prefix(save_tail, hits, windows, loaded,
     assert plan.windows == windows
     assert [(c.start, c.end) for c in plan.chunks] == loaded
     assert [(s.start, s.end) for s in plan.saves] == saved
+    # A raw prompt's full segments are a prefix of it, and no document.
+    assert any(s.ends_document for s in plan.saves) is (save_tail and bool(saved))
     assert plan.contiguous_hit_len == sum(end - start for start, end in loaded)
 
 

@@ -52,6 +52,9 @@ def wires(draw):
         config=config,
         save_tail=draw(st.booleans()),
         conversation=draw(st.none() | st.text()),
+        titles=tuple(draw(st.text(max_size=80)) for _ in lengths)
+        if draw(st.booleans())
+        else (),
     )
 
 
@@ -99,6 +102,7 @@ BAD_FIELDS = {
     ],
     "mode": ["off", "", None, 1, True, ["daric"], {"daric": 1}],
     "conversation": [1, True, [], {}, 1.5, ["talk"]],
+    "titles": [None, 1, "abc", {}, ["a"], ["a"] * 4, ["a", "b", 3], ["x" * 81] * 3],
     "save_tail": [2, -1, None, "0", 1.0, [], True],
     "namespace": ["", None, 5, ["tenant"]],
     "policy": ["best", "", None, 1, ["daric"], {}],

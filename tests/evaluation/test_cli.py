@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from daric_rag import cli
+from daric_rag import cli, cli_common
 from daric_rag.evaluation.situations import SITUATIONS
 from tests.evaluation.fakes import FakeEngine
 
@@ -32,7 +32,7 @@ ROW_KEYS = {
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     engine = FakeEngine()
-    monkeypatch.setattr(cli, "_start_engine", lambda *_: engine)
+    monkeypatch.setattr(cli_common, "_start_engine", lambda *_: engine)
     monkeypatch.setattr("daric_rag.models.resolve_model", lambda model: model)
     return engine
 
@@ -105,7 +105,7 @@ def test_errors_are_one_line_without_traceback(arguments: list[str], text: str) 
 def test_help_loads_nothing_heavy() -> None:
     code = """
 import sys
-from daric_rag import cli
+from daric_rag import cli, cli_common
 try:
     cli.app(["--help"])
 except SystemExit:

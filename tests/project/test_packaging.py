@@ -27,10 +27,19 @@ HEAVY = (
     "llama_index",
 )
 # Every module of the top level is pure, apart from the command line.
+COMMANDS = {
+    "__main__",
+    "bench_cli",
+    "cli",
+    "cli_common",
+    "store_cli",
+    "store_options",
+    "store_transfer",
+}
 PURE = [
     "daric_rag" if path.stem == "__init__" else f"daric_rag.{path.stem}"
     for path in [*sorted(ROOT.glob("*.py")), ROOT / "data"]
-    if path.stem not in {"cli", "__main__"}
+    if path.stem not in COMMANDS
 ]
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from daric_rag import DaricConfig, EmbeddedEngine
+from daric_rag import DaricConfig, EmbeddedEngine, cli
+from daric_rag.config import GIB
+from daric_rag.document_info import DocumentInfo, encode_document
+from daric_rag.storage import DiskTier
+from tests.storage.records import CAPACITY_BYTES, RECORD_BYTES, record
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -32,6 +39,30 @@ def test_make_targets_exist() -> None:
         )
 
 
+STORE_COMMANDS = [
+    shlex.split(line, comments=True)[2:]
+    for _, code in FENCED
+    for line in code.splitlines()
+    if line.startswith("daric store ")
+]
+
+
+def test_store_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, on a store whose documents are called as in the text."""
+    store = tmp_path / "store"
+    with closing(DiskTier(store, CAPACITY_BYTES)) as tier:
+        for number in range(3):
+            note = DocumentInfo.of([number], f"Report {number}", "default")
+            tier.write(record(number, side_data=encode_document(note)))
+    monkeypatch.setenv("DARIC_STORE", str(store))
+    monkeypatch.chdir(tmp_path)
+    assert {command[0] for command in STORE_COMMANDS} >= {"ls", "export", "import"}
+    for command in STORE_COMMANDS:
+        result = CliRunner().invoke(cli.app, ["store", *command])
+        assert result.exit_code == 0, (command, result.output)
+    assert (tmp_path / "reports.tar").stat().st_size > 3 * RECORD_BYTES
+
+
 def test_extras_exist() -> None:
     """Every extra that is to be installed is one of ours."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -47,8 +78,10 @@ def test_configuration_table() -> None:
     listed = {
         name: value.strip().strip('"') for name, value in rows if name in defaults
     }
-    assert {"policy", "avg_chunk_budget", "mtaf", "alignment"} <= set(listed)
+    assert set(listed) == set(defaults)
     for name, value in listed.items():
+        if value.endswith(" GiB"):
+            value = str(int(value.removesuffix(" GiB")) * GIB)
         assert str(defaults[name]) == value
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from daric_rag import Completion, DaricConfig
 from daric_rag.errors import EngineError, StoreError
-from daric_rag.storage import folder as store_folder
+from daric_rag.storage import saver
 from daric_rag.storage.format import HEADER_LEN
 from tests.reference.prompts import Prompt, random_prompt
 from tests.runtime.conftest import HarnessPool
@@ -183,11 +183,11 @@ def test_a_full_disk_stops_saving_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     harness = harness_of(KIND, store=str(tmp_path / "store"))
-    monkeypatch.setattr(store_folder, "write_record_file", full)
+    monkeypatch.setattr(saver, "write_record_file", full)
     prompt = random_prompt(220, LENS)
     with caplog.at_level(logging.WARNING, logger="daric_rag"):
         answer, layout = harness.run(prompt.chunks)

@@ -15,8 +15,8 @@ def folder(tmp_path):
 def open_disk(folder):
     opened = []
 
-    def open_one(capacity_bytes=CAPACITY_BYTES):
-        opened.append(DiskTier(folder, capacity_bytes))
+    def open_one(capacity_bytes=CAPACITY_BYTES, **options):
+        opened.append(DiskTier(folder, capacity_bytes, **options))
         return opened[-1]
 
     yield open_one

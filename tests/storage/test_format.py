@@ -8,6 +8,9 @@ from daric_rag.errors import DaricError, StoreError
 from daric_rag.storage import Record, RecordError, RecordHeader
 from daric_rag.storage.format import (
     HEADER_LEN,
+    MAX_SIDE_DATA_LEN,
+    SegmentIdentity,
+    body_checksum,
     check_identity,
     decode_header,
     encode_header,
@@ -23,17 +26,33 @@ from tests.storage.records import (
 
 
 def test_header_survives_a_round_trip():
-    packed = encode_header(header(1), 0xFEDCBA9876543210)
+    plain = header(1, parent=key(2), index=3, side_data=b"{}")
+    for one in (plain, dataclasses.replace(plain, encrypted=True)):
+        packed = encode_header(one, 0xFEDCBA9876543210)
+        assert len(packed) == HEADER_LEN == 184
+        assert decode_header(packed) == (one, 0xFEDCBA9876543210)
+        assert decode_header(packed + b"payload") == (one, 0xFEDCBA9876543210)
 
-    assert len(packed) == HEADER_LEN == 144
-    assert decode_header(packed) == (header(1), 0xFEDCBA9876543210)
-    assert decode_header(packed + b"payload") == (header(1), 0xFEDCBA9876543210)
 
-
-def test_record_counts_header_and_payload():
+def test_record_counts_header_payload_and_side_data():
     assert header(1).payload_len == PAYLOAD_LEN == 96
-    assert header(1).record_bytes == 144 + 96
+    assert header(1).record_bytes == 184 + 96
+    assert header(1, side_data=b"{}").record_bytes == 184 + 96 + 2
     assert header(1).shape == (2, 3, 1, 4)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3"])
+def test_a_quantised_payload_has_a_scale_per_vector(dtype):
+    identity = SegmentIdentity(key(1), key(2), FINGERPRINT)
+    # K and V: 2 layers * 3 tokens * 1 head of 4 codes and a float16 each.
+    quantised = RecordHeader.for_shape(identity, (2, 3, 1, 4), dtype)
+    assert quantised.payload_len == 2 * 6 * (4 + 2)
+
+
+def test_a_checksum_covers_all_parts_in_order():
+    whole = body_checksum(b"payload and side data")
+    assert body_checksum(b"payload", b" and side data") == whole
+    assert body_checksum(b" and side data", b"payload") != whole
 
 
 def test_every_flipped_byte_is_found():
@@ -45,7 +64,7 @@ def test_every_flipped_byte_is_found():
             decode_header(damaged)
 
 
-@pytest.mark.parametrize("length", [0, 1, 143])
+@pytest.mark.parametrize("length", [0, 1, 183])
 def test_short_header_is_found(length):
     with pytest.raises(RecordError) as caught:
         decode_header(encode_header(header(1), 5)[:length])
@@ -67,13 +86,17 @@ def test_kind_says_what_is_wrong(offset, kind):
     ("field", "value", "kind"),
     [
         ("segment_key", b"short", "shape"),
+        ("parent_key", b"", "shape"),
+        ("segment_index", -1, "shape"),
+        ("segment_index", 1 << 20, "shape"),
         ("fingerprint", b"", "shape"),
         ("num_layers", 0, "shape"),
         ("num_tokens", -1, "shape"),
         ("head_dim", 1 << 31, "shape"),
         ("dtype", "int4", "shape"),
         ("dtype", "", "shape"),
-        ("side_data_len", 8, "shape"),
+        ("side_data_len", -1, "length"),
+        ("side_data_len", MAX_SIDE_DATA_LEN + 1, "length"),
         ("payload_len", PAYLOAD_LEN - 1, "length"),
         ("payload_len", 1 << 62, "length"),
     ],
@@ -86,8 +109,9 @@ def test_impossible_header_cannot_be_made(field, value, kind):
 
 def test_sizes_that_multiply_to_nonsense_are_refused():
     # Each is in range; together they would ask for 2**82 bytes.
+    identity = SegmentIdentity(key(1), key(2), FINGERPRINT)
     with pytest.raises(RecordError):
-        RecordHeader.for_shape(key(1), FINGERPRINT, (1 << 20,) * 4, "bfloat16")
+        RecordHeader.for_shape(identity, (1 << 20,) * 4, "bfloat16")
 
 
 def test_identity_is_key_and_model():
@@ -109,6 +133,8 @@ def test_record_is_read_only_and_as_long_as_its_header_says():
         Record(header(1), memoryview(payload(1) * 2)[::2])
     with pytest.raises(StoreError, match="cast"):
         Record(header(1), memoryview(payload(1)).cast("H"))
+    with pytest.raises(StoreError, match="side data"):
+        Record(header(1), memoryview(payload(1)), b"{}")
 
 
 def test_record_error_is_a_daric_error():

@@ -2,15 +2,20 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from daric_rag.errors import StoreError
-from daric_rag.storage import DiskTier, HostTier, TieredStore
+from daric_rag.storage import DiskTier, HostTier, RecordCipher, TieredStore
+from daric_rag.storage.cipher import OVERHEAD
 from tests.storage.records import (
     FINGERPRINT,
     OTHER_FINGERPRINT,
     RECORD_BYTES,
+    document,
+    header,
     key,
     payload,
     record,
@@ -21,7 +26,7 @@ class TieredAsTier(TieredStore):
     """The store under the tier's signature, its disk settled after each write."""
 
     def write(self, one):
-        super().write(one.header, one.payload)
+        super().write(one.header, one.payload, one.side_data)
         self.flush()
 
     @property
@@ -36,21 +41,47 @@ class TieredAsTier(TieredStore):
         return super().stats().disk
 
 
-@pytest.fixture(params=["host", "disk", "tiered"])
-def open_tier(request, tmp_path):
+def open_host(folder, capacity_bytes, **options):
+    return HostTier(capacity_bytes, **options)
+
+
+def open_encrypted(folder, capacity_bytes):
+    cipher = RecordCipher(b"k" * 32)
+    # The budget is in bytes on disk, and sealing takes some.
+    return DiskTier(folder, capacity_bytes // RECORD_BYTES * FILE_BYTES, cipher=cipher)
+
+
+def open_tiered(folder, capacity_bytes, policy="frequency"):
+    host = HostTier(capacity_bytes, policy=policy)
+    disk = DiskTier(folder, capacity_bytes, allocate=host.allocate, policy=policy)
+    return TieredAsTier(host, disk, submit_timeout_s=60)
+
+
+FILE_BYTES = RECORD_BYTES + OVERHEAD
+
+OPENERS = {
+    "host": open_host,
+    "host, lru": partial(open_host, policy="lru"),
+    "disk": DiskTier,
+    "disk, lru": partial(DiskTier, policy="lru"),
+    "disk, encrypted": open_encrypted,
+    "tiered": open_tiered,
+    "tiered, lru": partial(open_tiered, policy="lru"),
+}
+
+
+@pytest.fixture(params=OPENERS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def open_tier(name, tmp_path):
     opened = []
 
     def open_one(num_records):
-        capacity_bytes = num_records * RECORD_BYTES
-        if request.param == "host":
-            tier = HostTier(capacity_bytes)
-        elif request.param == "disk":
-            tier = DiskTier(tmp_path / "store", capacity_bytes)
-        else:
-            disk = DiskTier(tmp_path / "store", capacity_bytes)
-            tier = TieredAsTier(HostTier(capacity_bytes), disk, submit_timeout_s=60)
-        opened.append(tier)
-        return tier
+        opened.append(OPENERS[name](tmp_path / "store", num_records * RECORD_BYTES))
+        return opened[-1]
 
     yield open_one
     for tier in opened:
@@ -58,23 +89,40 @@ def open_tier(request, tmp_path):
         tier.close()
 
 
+@pytest.fixture
+def record_bytes(name):
+    return FILE_BYTES if name == "disk, encrypted" else RECORD_BYTES
+
+
 def read(tier, number):
     found = tier.read(key(number), FINGERPRINT)
     return None if found is None else bytes(found.payload)
 
 
-def test_a_written_record_is_read_back(open_tier):
+def test_a_written_record_is_read_back(open_tier, record_bytes):
     tier = open_tier(4)
     tier.write(record(1))
 
     found = tier.read(key(1), FINGERPRINT)
 
-    assert found.header == record(1).header
+    assert replace(found.header, encrypted=False) == header(1)
     assert found.payload == payload(1)
     assert found.payload.readonly
     assert tier.contains(key(1))
     assert list(tier.keys()) == [key(1)]
-    assert tier.nbytes == RECORD_BYTES
+    assert tier.nbytes == record_bytes
+
+
+def test_what_a_document_says_of_itself_is_read_back(open_tier):
+    tier = open_tier(6)
+    for one in document([1, 2], side_data=b"a title"):
+        tier.write(one)
+
+    first, last = tier.read_many([key(1), key(2)], FINGERPRINT)
+
+    assert (first.side_data, last.side_data) == (b"", b"a title")
+    assert last.header.parent_key == key(1)
+    assert last.header.segment_index == 1
 
 
 def test_an_absent_record_is_none(open_tier):
@@ -117,13 +165,13 @@ def test_delete_forgets_and_may_be_repeated(open_tier):
     assert tier.nbytes == 0
 
 
-def test_writing_again_replaces(open_tier):
+def test_writing_again_takes_no_room(open_tier, record_bytes):
     tier = open_tier(1)
     tier.write(record(1))
     tier.write(record(1))
 
     assert read(tier, 1) == payload(1)
-    assert tier.nbytes == RECORD_BYTES
+    assert tier.nbytes == record_bytes
     assert tier.stats().evicted == 0
 
 
@@ -141,16 +189,25 @@ def test_the_least_recently_used_is_evicted(open_tier):
     assert tier.stats().evicted == 1
 
 
-def test_eviction_is_byte_accurate(open_tier):
+def test_a_document_goes_from_its_end(open_tier):
+    tier = open_tier(4)
+    for one in document([1, 2, 3]):
+        tier.write(one)
+    for number in (7, 8, 9):
+        tier.write(record(number))
+    assert sorted(tier.keys()) == [key(1), key(7), key(8), key(9)]
+
+
+def test_eviction_is_byte_accurate(open_tier, record_bytes):
     tier = open_tier(3)
     for number in range(3):
         tier.write(record(number))
-    assert tier.nbytes == 3 * RECORD_BYTES  # An exact fit evicts nothing.
+    assert tier.nbytes == 3 * record_bytes  # An exact fit evicts nothing.
 
     tier.write(record(7, num_tokens=4))  # 32 bytes more than one record.
 
     assert sorted(tier.keys()) == [key(2), key(7)]
-    assert tier.nbytes == 2 * RECORD_BYTES + 32
+    assert tier.nbytes == 2 * record_bytes + 32
 
 
 def test_a_record_over_the_whole_budget_is_refused(open_tier):
@@ -176,7 +233,7 @@ def test_a_payload_outlives_its_record(open_tier):
     assert held == payload(1)
 
 
-def test_budget_and_content_hold_under_threads(open_tier):
+def test_budget_and_content_hold_under_threads(open_tier, record_bytes):
     tier = open_tier(5)
     over_budget = threading.Event()
 
@@ -199,7 +256,7 @@ def test_budget_and_content_hold_under_threads(open_tier):
     # Host and disk may hold different records: their orders of use differ.
     for level in [tier.host, tier.disk] if isinstance(tier, TieredStore) else [tier]:
         held = [int.from_bytes(one) for one in list(level.keys())]
-        expected = sum(144 + 32 * (1 + number % 4) for number in held)
+        expected = sum(record_bytes - 64 + 32 * (number % 4) for number in held)
         assert 0 < level.nbytes == expected <= level.capacity_bytes
     for number in held:
         assert read(tier, number) == payload(number, num_tokens=1 + number % 4)

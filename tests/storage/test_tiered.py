@@ -1,23 +1,21 @@
-"""Host over disk: promotion, writing behind, and giving up rather than waiting."""
+"""Host over disk behind one face: what is found where, and what is promoted."""
 
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 
 import numpy as np
 import pytest
 
 from daric_rag.errors import StoreError
 from daric_rag.storage import (
-    DiskTier,
-    HostTier,
-    TieredStore,
     default_store_path,
     open_store,
 )
 from tests.storage.records import (
     FINGERPRINT,
-    OTHER_FINGERPRINT,
     PAYLOAD_LEN,
     RECORD_BYTES,
     REPOSITORY,
@@ -26,36 +24,6 @@ from tests.storage.records import (
     payload,
     record,
 )
-
-
-class SlowDisk(DiskTier):
-    """A disk that writes only while its gate is open."""
-
-    gate: threading.Event
-
-    def write(self, record):
-        assert self.gate.wait(30)
-        super().write(record)
-
-
-@pytest.fixture
-def gate():
-    return threading.Event()
-
-
-@pytest.fixture
-def slow_store(tmp_path, gate):
-    disk = SlowDisk(tmp_path / "store", 100 * RECORD_BYTES)
-    disk.gate = gate
-    store = TieredStore(
-        HostTier(2 * RECORD_BYTES),
-        disk,
-        max_pending_bytes=3 * RECORD_BYTES,
-        submit_timeout_s=0.01,
-    )
-    yield store
-    gate.set()
-    store.close()
 
 
 @pytest.fixture
@@ -68,6 +36,10 @@ def store(tmp_path):
 
 def write(store, number):
     store.write(header(number), memoryview(payload(number)))
+
+
+def keys(*numbers):
+    return [key(number) for number in numbers]
 
 
 def read(store, number):
@@ -113,66 +85,15 @@ def test_read_many_mixes_tiers_and_may_exceed_the_host(store):
     assert store.host.nbytes == 4 * RECORD_BYTES
 
 
-def test_host_hits_keep_a_record_young_on_disk(tmp_path):
-    budget = 3 * RECORD_BYTES
-    with open_store(tmp_path / "s", host_bytes=budget, disk_bytes=budget) as store:
-        for number in (1, 2, 3):
-            write(store, number)
-        store.flush()
-        assert read(store, 1) == payload(1)
-        write(store, 4)
-        store.flush()
-        assert sorted(store.disk.keys()) == [key(1), key(3), key(4)]
-
-
-def test_a_queued_record_is_found_after_the_host_evicted_it(slow_store, gate):
-    for number in (1, 2, 3):
-        write(slow_store, number)
-    assert not slow_store.host.contains(key(1))
-
-    assert slow_store.contains(key(1))
-    assert read(slow_store, 1) == payload(1)
-    assert slow_store.read(key(1), OTHER_FINGERPRINT) is None
-
-    gate.set()
-    slow_store.flush()
-    assert sorted(slow_store.disk.keys()) == [key(1), key(2), key(3)]
-    assert slow_store.stats().queued_records == slow_store.stats().queued_bytes == 0
-
-
-def test_a_full_queue_gives_up_the_disk_copy(slow_store, gate):
-    for number in range(5):
-        write(slow_store, number)
-
-    stats = slow_store.stats()
-    assert stats.dropped_writes == 2
-    assert stats.queued_bytes == 3 * RECORD_BYTES
-    assert read(slow_store, 4) == payload(4)  # In host memory all the same.
-
-    gate.set()
-    slow_store.flush()
-    assert sorted(slow_store.disk.keys()) == [key(0), key(1), key(2)]
-
-
-def test_clear_host_keeps_what_is_nowhere_else(slow_store):
-    write(slow_store, 1)
-    slow_store.clear_host()
-    assert slow_store.host.contains(key(1))
-
-
-def test_deleting_reaches_the_queue(slow_store, gate):
-    write(slow_store, 1)
-    write(slow_store, 2)
-    threading.Timer(0.1, gate.set).start()
-
-    slow_store.delete(key(1))  # Being written: waits for it, then deletes it.
-    slow_store.delete(key(2))
-    slow_store.flush()
-
-    for number in (1, 2):
-        assert not slow_store.contains(key(number))
-        assert read(slow_store, number) is None
-    assert slow_store.keys() == []
+def test_side_data_comes_back_from_every_tier(store):
+    one = record(1, side_data=b"title")
+    store.write(one.header, one.payload, one.side_data)
+    assert store.read(key(1), FINGERPRINT).side_data == b"title"
+    store.flush()
+    store.clear_host()
+    assert store.read(key(1), FINGERPRINT).side_data == b"title"
+    with pytest.raises(StoreError, match="side data"):
+        store.write(one.header, one.payload)
 
 
 def test_writing_what_the_disk_has_writes_no_file(store):
@@ -209,20 +130,6 @@ def test_a_record_too_large_for_both_is_refused(store):
         store.write(large.header, large.payload)
 
 
-def test_a_failing_disk_stops_neither_thread_nor_store(tmp_path, caplog):
-    class BrokenDisk(DiskTier):
-        def write(self, record):
-            raise RuntimeError("a defect")
-
-    with TieredStore(HostTier(10_000), BrokenDisk(tmp_path / "s", 10_000)) as store:
-        for number in (1, 2):
-            write(store, number)
-        store.flush()
-        assert read(store, 1) == payload(1)
-        assert store.stats().dropped_writes == 2
-    assert len(caplog.records) == 2
-
-
 def test_closing_flushes_and_reopening_finds(tmp_path):
     store = open_store(tmp_path / "s", host_bytes=10_000, disk_bytes=10_000)
     for number in range(5):
@@ -249,6 +156,22 @@ def test_a_program_that_never_closes_still_saves(tmp_path):
     )
     with open_store(tmp_path / "s", host_bytes=10**6, disk_bytes=10**6) as store:
         assert all(read(store, n) == payload(n) for n in range(20))
+
+
+def test_a_store_that_is_forgotten_saves_and_ends_its_thread(tmp_path):
+    before = set(threading.enumerate())
+    store = open_store(tmp_path / "s", host_bytes=10_000, disk_bytes=10_000)
+    for number in range(5):
+        write(store, number)
+    disk, forgotten = store.disk, weakref.ref(store)
+
+    del store
+    gc.collect()
+
+    assert forgotten() is None
+    assert set(threading.enumerate()) <= before
+    assert sorted(disk.keys()) == [key(number) for number in range(5)]
+    disk.close()
 
 
 def test_memory_only(tmp_path, monkeypatch):

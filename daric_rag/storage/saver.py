@@ -1,0 +1,210 @@
+"""Writing records to disk, and what happens when that fails."""
+
+import logging
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import diskcache
+
+from daric_rag.errors import StoreError
+from daric_rag.storage.base import Record, check_fits
+from daric_rag.storage.cipher import RecordCipher
+from daric_rag.storage.database import DATABASE_ERRORS, Reservation, SegmentRow
+from daric_rag.storage.format import RecordHeader
+from daric_rag.storage.ledger import Ledger, NoRoomError
+from daric_rag.storage.record_file import (
+    file_len,
+    seal_side_data,
+    write_record_file,
+)
+from daric_rag.storage.shared_index import SharedIndex
+
+__all__ = ["Saver"]
+
+_logger = logging.getLogger(__name__)
+
+# After a failed write: long enough that a full disk costs nothing, short enough that
+# a freed one is used again.
+_PAUSE_S: Final = 60.0
+# Finding out that nothing may be evicted takes a look at everything.
+_NO_ROOM_PAUSE_S: Final = 5.0
+# For room that other writers' records on their way take up.
+_ROOM_TIMEOUT_S: Final = 2.0
+_ROOM_POLL_S: Final = 0.005
+# Others may evict what was used here and not yet told.
+_USES_INTERVAL_S: Final = 5.0
+_USES_PER_WRITE: Final = 200
+
+
+class Saver:
+    """Reserves room, writes the file, publishes the row; pauses after a failure.
+
+    Args:
+        index: The store's index.
+        ledger: Changes it.
+        capacity_bytes: The budget.
+        cipher: Seals payloads and side data.
+    """
+
+    def __init__(
+        self,
+        index: SharedIndex,
+        ledger: Ledger,
+        capacity_bytes: int,
+        cipher: RecordCipher | None,
+    ) -> None:
+        self._index = index
+        self._ledger = ledger
+        self._capacity_bytes = capacity_bytes
+        self._cipher = cipher
+        self._paused_until = 0.0
+        self._is_failing = False
+        self._uses_saved_at = time.monotonic()
+        # Written and not yet synced.
+        self._unsynced: set[str] = set()
+        self._lock = threading.Lock()
+
+    def write(self, record: Record) -> None:
+        """Store a record that may be stored already, or count why not.
+
+        Raises:
+            StoreError: If the record exceeds the whole budget.
+        """
+        header = replace(record.header, encrypted=self._cipher is not None)
+        nbytes = file_len(header)
+        check_fits(
+            record, self._capacity_bytes - nbytes + record.record_bytes, "disk_bytes"
+        )
+        is_known = self._index.catalog.find(record.key) is not None
+        if is_known and self._index.is_current():
+            return
+        if time.monotonic() < self._paused_until or self._index.read_only:
+            self._index.catalog.count("failed_writes")
+            return
+        try:
+            self._save(record, header, nbytes)
+            if time.monotonic() > self._uses_saved_at + _USES_INTERVAL_S:
+                self._ledger.save_uses(_USES_PER_WRITE)
+                self._uses_saved_at = time.monotonic()
+        except NoRoomError as error:
+            self._index.catalog.count("failed_writes")
+            self._paused_until = time.monotonic() + _NO_ROOM_PAUSE_S
+            self._index.notices.warn(
+                "no room",
+                "saving to %s is paused (%s): unpin documents or raise disk_bytes",
+                self._index.directory,
+                error,
+            )
+        except (OSError, StoreError, *DATABASE_ERRORS) as error:
+            self._index.catalog.count("failed_writes")
+            self._pause(error)
+        else:
+            self._is_failing = False
+
+    def resume(self) -> None:
+        """Try again at the next write: something was freed."""
+        self._paused_until = 0.0
+
+    def flush(self) -> None:
+        """Write uses to the index; return when all is safe, or told that it is not."""
+        with self._lock:
+            names, self._unsynced = self._unsynced, set()
+        try:
+            self._sync_files(names)
+            self._ledger.save_uses()
+            self._index.sync()
+        except (OSError, *DATABASE_ERRORS) as error:
+            with self._lock:
+                self._unsynced |= names
+            self._index.notices.warn(
+                "flush",
+                "what was saved to %s may not survive a power cut (%s): check the disk",
+                self._index.directory,
+                error,
+            )
+
+    def _sync_files(self, names: set[str]) -> None:
+        folders = set()
+        for name in names:
+            path = self._ledger.path(name)
+            with suppress(FileNotFoundError):  # Evicted since.
+                _sync(path)
+                folders |= {path.parent, path.parent.parent}
+        for folder in folders:
+            with suppress(FileNotFoundError):
+                _sync(folder)
+
+    def _save(self, record: Record, header: RecordHeader, nbytes: int) -> None:
+        for _ in range(2):
+            reservation = self._reserve(record.key, nbytes)
+            if reservation is None:
+                return
+            try:
+                path = self._ledger.path(reservation.filename)
+                write_record_file(path, record, cipher=self._cipher)
+                row = self._row(record, header, reservation)
+                if self._ledger.publish(reservation, row):
+                    with self._lock:
+                        self._unsynced.add(reservation.filename)
+                    return
+            except BaseException:
+                self._ledger.abandon(reservation)
+                if self._index.is_current():
+                    raise
+        raise StoreError("the store's folder was replaced twice while it was written")
+
+    def _reserve(self, key: bytes, nbytes: int) -> Reservation | None:
+        deadline = time.monotonic() + _ROOM_TIMEOUT_S
+        while True:
+            try:
+                return self._ledger.reserve(key, nbytes)
+            except NoRoomError as error:
+                if not error.is_passing or time.monotonic() > deadline:
+                    raise
+            time.sleep(_ROOM_POLL_S)
+
+    def _row(
+        self, record: Record, header: RecordHeader, reservation: Reservation
+    ) -> SegmentRow:
+        side_data = record.side_data
+        if self._cipher is not None:
+            side_data = seal_side_data(record.key, side_data, self._cipher)
+        return SegmentRow(
+            header.segment_key,
+            header.parent_key,
+            header.fingerprint,
+            header.segment_index,
+            header.num_tokens,
+            reservation.nbytes,
+            reservation.filename,
+            time.time(),
+            1,
+            False,
+            side_data,
+        )
+
+    def _pause(self, error: Exception) -> None:
+        if isinstance(error, diskcache.Timeout):
+            return  # Another process held the lock for long; nothing is wrong.
+        if not self._is_failing:
+            _logger.warning(
+                "saving to %s is paused (%s): free space or make it writable; records "
+                "stay in memory and stored ones stay readable",
+                self._index.directory,
+                error,
+            )
+        self._is_failing = True
+        self._paused_until = time.monotonic() + _PAUSE_S
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        os.fdatasync(file)
+    finally:
+        os.close(file)

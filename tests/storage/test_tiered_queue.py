@@ -1,0 +1,195 @@
+"""Host over disk: writing behind, and giving up rather than waiting."""
+
+import threading
+from functools import partial
+
+import pytest
+
+from daric_rag.storage import (
+    DiskTier,
+    HostTier,
+    TieredStore,
+    tiered,
+)
+from daric_rag.storage.io_pool import WriteBehind
+from tests.storage.records import (
+    FINGERPRINT,
+    OTHER_FINGERPRINT,
+    RECORD_BYTES,
+    header,
+    key,
+    payload,
+)
+
+
+class SlowDisk(DiskTier):
+    """A disk that writes, and reads, only while a gate is open."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.write_gate, self.read_gate = threading.Event(), threading.Event()
+        self.is_writing, self.is_reading = threading.Event(), threading.Event()
+        self.read_gate.set()
+
+    def write(self, record):
+        self.is_writing.set()
+        assert self.write_gate.wait(30)
+        super().write(record)
+
+    def read_many(self, keys, fingerprint):
+        found = super().read_many(keys, fingerprint)
+        self.is_reading.set()
+        assert self.read_gate.wait(30)
+        return found
+
+
+@pytest.fixture
+def open_slow(tmp_path):
+    opened = []
+
+    def open_one(host_records, **options):
+        disk = SlowDisk(tmp_path / "store", 100 * RECORD_BYTES)
+        host = HostTier(host_records * RECORD_BYTES)
+        opened.append(TieredStore(host, disk, submit_timeout_s=0.01, **options))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.disk.write_gate.set()
+        store.disk.read_gate.set()
+        store.close()
+
+
+def write(store, number):
+    store.write(header(number), memoryview(payload(number)))
+
+
+def keys(*numbers):
+    return [key(number) for number in numbers]
+
+
+def read(store, number):
+    found = store.read(key(number), FINGERPRINT)
+    return None if found is None else bytes(found.payload)
+
+
+def test_a_queued_record_is_found_without_the_host(open_slow):
+    store = open_slow(2, max_pending_bytes=3 * RECORD_BYTES)
+    for number in (1, 2, 3):
+        write(store, number)
+    # What waits for the disk would free nothing, so it is not evicted.
+    assert sorted(store.host.keys()) == keys(1, 2)
+
+    assert store.contains(key(3))
+    assert read(store, 3) == payload(3)
+    assert store.read(key(3), OTHER_FINGERPRINT) is None
+
+    store.disk.write_gate.set()
+    store.flush()
+    assert sorted(store.disk.keys()) == keys(1, 2, 3)
+    assert store.stats().queued_records == store.stats().queued_bytes == 0
+    for number in (4, 5):
+        write(store, number)
+    store.flush()
+    assert sorted(store.host.keys()) == keys(4, 5)
+
+
+def test_a_full_queue_gives_up_the_disk_copy(open_slow):
+    store = open_slow(6, max_pending_bytes=3 * RECORD_BYTES)
+    for number in range(5):
+        write(store, number)
+
+    stats = store.stats()
+    assert stats.dropped_writes == 2
+    assert stats.queued_bytes == 3 * RECORD_BYTES
+    assert read(store, 4) == payload(4)  # In host memory all the same.
+
+    store.disk.write_gate.set()
+    store.flush()
+    assert sorted(store.disk.keys()) == keys(0, 1, 2)
+
+
+def test_clear_host_keeps_what_is_nowhere_else(open_slow):
+    store = open_slow(2)
+    write(store, 1)
+    store.clear_host()
+    assert store.host.contains(key(1))
+
+
+def test_deleting_reaches_the_queue(open_slow):
+    store = open_slow(4)
+    write(store, 1)
+    write(store, 2)
+    threading.Timer(0.1, store.disk.write_gate.set).start()
+
+    store.delete(key(1))  # Being written: waits for it, then deletes it.
+    store.delete(key(2))
+    store.flush()
+
+    for number in (1, 2):
+        assert not store.contains(key(number))
+        assert read(store, number) is None
+    assert store.keys() == []
+
+
+def test_writing_through_returns_when_the_disk_has_it(open_slow):
+    store = open_slow(2, write_through=True, max_pending_bytes=2 * RECORD_BYTES)
+    threading.Timer(0.1, store.disk.write_gate.set).start()
+    for number in range(6):  # More than queue and host hold.
+        write(store, number)
+        assert store.disk.contains(key(number))
+    assert store.stats().dropped_writes == 0
+
+
+def test_saves_wait_for_loads(open_slow, monkeypatch):
+    patient = partial(WriteBehind, max_yield_s=3600)
+    monkeypatch.setattr(tiered, "WriteBehind", patient)
+    store = open_slow(20)
+    store.disk.write_gate.set()
+    write(store, 1)
+    store.flush()
+    store.clear_host()
+    store.disk.is_writing.clear()
+    store.disk.read_gate.clear()
+    reader = threading.Thread(target=read, args=(store, 1))
+    reader.start()
+    assert store.disk.is_reading.wait(30)
+
+    write(store, 2)
+    assert not store.disk.is_writing.wait(0.03)
+
+    store.disk.read_gate.set()
+    assert store.disk.is_writing.wait(30)
+    reader.join()
+
+
+def test_what_is_deleted_while_it_is_read_does_not_come_back(open_slow):
+    store = open_slow(20)
+    store.disk.write_gate.set()
+    write(store, 1)
+    store.flush()
+    store.clear_host()
+    store.disk.read_gate.clear()
+    reader = threading.Thread(target=read, args=(store, 1))
+    reader.start()
+    assert store.disk.is_reading.wait(30)
+
+    store.delete(key(1))
+    store.disk.read_gate.set()
+    reader.join()
+
+    assert not store.contains(key(1))
+
+
+def test_a_failing_disk_stops_neither_thread_nor_store(tmp_path, caplog):
+    class BrokenDisk(DiskTier):
+        def write(self, record):
+            raise RuntimeError("a defect")
+
+    with TieredStore(HostTier(10_000), BrokenDisk(tmp_path / "s", 10_000)) as store:
+        for number in (1, 2):
+            write(store, number)
+        store.flush()
+        assert read(store, 1) == payload(1)
+        assert store.stats().dropped_writes == 2
+    assert len(caplog.records) == 2
