@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,26 +15,34 @@ __all__ = ["pin_arena"]
 
 logger = logging.getLogger(__name__)
 
+_PORTABLE = 1  # locked for every device of the process
 
-def pin_arena(arena: Arena, device: torch.device) -> bool:
+
+def pin_arena(arena: Arena, device: torch.device) -> Callable[[], object]:
     """Lock the host tier's arena for copies to a CUDA device.
 
+    Nothing happens for other devices. If the system refuses, copies take a detour and
+    everything else stays as it is.
+
     Returns:
-        Whether it was; nothing else happens on other devices. If the system refuses,
-        copies take a detour and everything else stays as it is.
+        What to call before the store is closed.
     """
     if device.type != "cuda":
-        return False
+        return _nothing
     address = np.frombuffer(arena.buffer, dtype=np.uint8).ctypes.data
-    # The flag: locked for every device of the process.
-    error = torch.cuda.cudart().cudaHostRegister(address, arena.capacity_bytes, 1)
-    if int(error) != 0:
+    cuda = torch.cuda.cudart()
+    error = int(cuda.cudaHostRegister(address, arena.capacity_bytes, _PORTABLE))
+    if error:
         logger.warning(
             "the host tier's memory could not be page-locked (CUDA error %s), so loads "
             "are slower: raise the limit (ulimit -l) or lower host_bytes",
-            int(error),
+            error,
         )
-        return False
+        return _nothing
     # The GPU's mapping is of these very pages; the kernel must not take them back.
     arena.keep_pages()
-    return True
+    return partial(cuda.cudaHostUnregister, address)
+
+
+def _nothing() -> None:
+    pass

@@ -16,7 +16,7 @@ not there or not intact: its chunk is generated in the same step.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -85,6 +85,7 @@ class WorkerSide:
         self._plan = StepPlan()
         self._report = DaricWorkerMetadata()
         self._protected: list[SegmentKey] = []
+        self._unpin: Callable[[], object] = lambda: None
         self._pass_started_s = 0.0
 
     def register_layers(self, layers: Sequence[Tensor]) -> None:
@@ -102,7 +103,7 @@ class WorkerSide:
         first = self._layers[0]
         _, num_kv_heads, _, width = first.shape
         head_dim = width // 2
-        pin_arena(self.store.host.arena, first.device)
+        self._unpin = pin_arena(self.store.host.arena, first.device)
         layout = probe_layout(self._layers, head_dim, write_slots, _SPARE_BLOCK)
         self._clear_spare_block()
         self._layout = layout
@@ -200,6 +201,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Save what is on its way, and close the store."""
+        self._unpin()
         self.store.close()
 
     def _recompute(

@@ -12,13 +12,12 @@ from daric_rag.storage.base import Record, Tier, TierStats
 from daric_rag.storage.cipher import RecordCipher, load_cipher
 from daric_rag.storage.disk import DiskTier
 from daric_rag.storage.format import RecordError, RecordHeader
-from daric_rag.storage.host import BufferPool, HostTier
+from daric_rag.storage.host import HostTier
 from daric_rag.storage.probe import StoreProbe
 from daric_rag.storage.tiered import StoreStats, TieredStore
 
 __all__ = [
     "MEMORY",
-    "BufferPool",
     "DiskTier",
     "HostTier",
     "Record",

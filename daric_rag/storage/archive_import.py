@@ -28,13 +28,11 @@ from daric_rag.storage.format import (
     body_checksum,
     check_identity,
     decode_header,
-    encode_header,
 )
-from daric_rag.storage.record_file import file_len, side_data_aad
+from daric_rag.storage.record_file import file_len, payload_aad, side_data_aad
 
 __all__ = ["ImportReport", "import_records"]
 
-_CHECKSUMS_LEN: Final = 16
 _BLOCK: Final = tarfile.BLOCKSIZE
 _MAGIC: Final = b"ustar"
 _MAGIC_AT: Final = 257
@@ -261,15 +259,10 @@ def _read_body(
     payload = memoryview(bytearray(header.payload_len))
     side = memoryview(bytearray(header.side_data_len))
     sealed_len = len(payload) + OVERHEAD
-    cipher.open_into(_payload_aad(header), body[:sealed_len], payload)
+    cipher.open_into(payload_aad(header), body[:sealed_len], payload)
     if side:
         cipher.open_into(side_data_aad(header.segment_key), body[sealed_len:], side)
     return Record(plain, payload, bytes(side))
-
-
-def _payload_aad(header: RecordHeader) -> bytes:
-    # What `record_file` binds a payload to: the header without its two checksums.
-    return encode_header(header, 0)[:-_CHECKSUMS_LEN]
 
 
 def _members(file: BinaryIO, length: int) -> Iterator[tarfile.TarInfo]:

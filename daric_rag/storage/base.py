@@ -120,7 +120,10 @@ class Tier(Protocol):
         ...
 
     def write(self, record: Record) -> None:
-        """Store a record, evicting the least recently used ones to make room.
+        """Store a record, evicting by the tier's policy to make room.
+
+        Whole documents go, each from its end. Where all that is held is pinned or in
+        use the record is not stored, and is counted in `failed_writes`.
 
         Raises:
             StoreError: If the record exceeds the whole budget.
@@ -132,7 +135,7 @@ class Tier(Protocol):
         ...
 
     def keys(self) -> Iterable[bytes]:
-        """A snapshot of the keys held, least recently used first."""
+        """A snapshot of the keys held."""
         ...
 
     def stats(self) -> TierStats:

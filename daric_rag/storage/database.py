@@ -224,6 +224,10 @@ class RecordDatabase(IndexReader, diskcache.Cache):  # type: ignore[misc]
         values = (pinned, number, key, MODE_RECORD, pinned)
         return bool(self._sql(query, values).rowcount)
 
+    def shrink_journal(self) -> None:
+        """Give the journal's space back, which it would keep for its next use."""
+        self._sql("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+
     def sync(self) -> None:
         """Return when what was committed survives a power cut."""
         with suppress(FileNotFoundError):

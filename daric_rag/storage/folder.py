@@ -55,6 +55,10 @@ _OUR_NAME: Final = re.compile(
     r"[0-9a-f]{2}|cache\.db(-wal|-shm)?|writers|DARIC_STORE_\d+(\.tmp)?"
 )
 
+_UNWRITABLE: Final = frozenset(
+    {errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS}
+)
+
 Load = Callable[[RecordDatabase], None]
 
 
@@ -249,10 +253,10 @@ def _check_names(directory: Path) -> None:
 
 def _is_about_writing(error: Exception) -> bool:
     if isinstance(error, OSError):
-        return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        return error.errno in _UNWRITABLE
     if isinstance(error, diskcache.Timeout):
         return False
-    words = ("readonly", "unable to open")
+    words = ("readonly", "unable to open", "disk is full")
     return isinstance(error, sqlite3.OperationalError) and any(
         word in str(error) for word in words
     )

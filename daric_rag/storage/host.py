@@ -272,6 +272,3 @@ class HostTier:
         info = self._index.info(SegmentKey(key))
         assert info is not None  # one row per record
         return info.priority
-
-
-BufferPool = Arena  # until `storage/__init__` names the arena

@@ -118,8 +118,9 @@ class ReadOnlyDatabase(IndexReader):
             try:
                 connection.execute("SELECT key FROM Cache LIMIT 1").fetchone()
                 return connection
-            except sqlite3.OperationalError:
+            except sqlite3.OperationalError as error:
                 connection.close()
-                if mode == "immutable=1":
+                words = ("unable to open", "readonly")
+                if mode == "immutable=1" or not any(w in str(error) for w in words):
                     raise
         raise AssertionError("unreachable")

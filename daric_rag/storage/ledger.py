@@ -119,20 +119,24 @@ class Ledger:
             False if folder or reservation are gone: the record is not stored.
         """
         with self._index.lock:
-            is_known = is_published = False
             with self._index.changing() as (database, change):
                 change.clock = self._catalog.advance(change.clock) + 1 + row.nbytes
                 row = replace(row, priority=self._policy.first(change.clock))
                 is_known = database.contains(row.key)
+                is_published = not is_known and database.publish(
+                    reservation, row, change.number
+                )
                 if is_known:
                     self._unlink(reservation.filename)
                     database.release(reservation)
-                else:
-                    is_published = database.publish(reservation, row, change.number)
             # A row in an index that nobody can open any more is none.
             if is_published and self._index.is_current():
                 self._catalog.advance(change.clock)
                 self._catalog.put(row)
+                return True
+            # It may have been made anew from the files, ours among them.
+            self._index.ensure_current()
+            if self._catalog.find(row.key) == reservation.filename:
                 return True
             self._unlink(reservation.filename)
             return is_known
@@ -226,10 +230,8 @@ class Ledger:
                 for one in self._index.reservations()
                 if is_dead(self._directory, one.writer_id, bury=False)
             ]
-        dead: list[Reservation] = []
-        if self._index.reservations():
-            with self._index.changing() as (database, _):
-                dead = self._release_dead(database)
+        with self._index.changing() as (database, _):
+            dead = self._release_dead(database)
         bury_dead(self._directory)
         return dead
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from daric_rag.storage.ledger import Ledger
 from daric_rag.storage.record_file import TEMPORARY_SUFFIX
-from daric_rag.storage.recovery import list_files
+from daric_rag.storage.recovery import list_files, list_folders
 from daric_rag.storage.shared_index import SharedIndex
 
 __all__ = ["Reclaimed", "reclaim"]
@@ -88,8 +88,8 @@ def _sizes(directory: Path) -> dict[str, int]:
 
 
 def _remove_empty_folders(directory: Path) -> None:
-    for pattern in ("??/??", "??"):
-        for path in directory.glob(pattern):
-            # Refused where there is something in it; a writer makes it again.
-            with suppress(OSError):
-                path.rmdir()
+    for path in list_folders(directory):
+        # Refused where there is something in it; a writer makes it again.
+        with suppress(OSError):
+            path.rmdir()
+            path.parent.rmdir()

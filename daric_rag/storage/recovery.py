@@ -1,6 +1,7 @@
 """Making a lost index anew from the records themselves, and deleting leftovers."""
 
 import logging
+import re
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -23,12 +24,14 @@ __all__ = [
     "discard_records",
     "has_records",
     "list_files",
+    "list_folders",
     "rebuild",
     "salvage_uses",
 ]
 
 _logger = logging.getLogger(__name__)
 
+_FOLDER_NAME: Final = re.compile(r"[0-9a-f]{2}")
 _ROWS_PER_TRANSACTION: Final = 1000
 _PROGRESS_INTERVAL_S: Final = 10.0
 
@@ -41,11 +44,31 @@ class _Use:
 
 
 def list_files(directory: Path) -> Iterator[tuple[str, Path]]:
-    """Iterate over record files, temporary ones included: (relative name, path)."""
-    for path in directory.glob("??/??/*"):
-        name = path.relative_to(directory).as_posix()
-        if is_record_name(name.removesuffix(TEMPORARY_SUFFIX)):
-            yield name, path
+    """Iterate over record files, temporary ones included: (relative name, path).
+
+    Folders may come and go meanwhile; files that are there all the time are found.
+    """
+    for folder in list_folders(directory):
+        for path in _entries(folder):
+            name = path.relative_to(directory).as_posix()
+            if is_record_name(name.removesuffix(TEMPORARY_SUFFIX)):
+                yield name, path
+
+
+def list_folders(directory: Path) -> Iterator[Path]:
+    """Iterate over the folders that hold records, `ab/cd`."""
+    for upper in _entries(directory):
+        if _FOLDER_NAME.fullmatch(upper.name):
+            for lower in _entries(upper):
+                if _FOLDER_NAME.fullmatch(lower.name):
+                    yield lower
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def has_records(directory: Path) -> bool:

@@ -152,9 +152,11 @@ class Saver:
                     with self._lock:
                         self._unsynced.add(reservation.filename)
                     return
-            except BaseException:
+            except BaseException as error:
                 self._ledger.abandon(reservation)
-                if self._index.is_current():
+                # Else it was made anew, and took our file for a dead writer's.
+                is_failure = isinstance(error, (OSError, *DATABASE_ERRORS))
+                if not is_failure or self._index.is_current():
                     raise
         raise StoreError("the store's folder was replaced twice while it was written")
 
@@ -199,6 +201,7 @@ class Saver:
                 error,
             )
         self._is_failing = True
+        self._index.shrink_journal()
         self._paused_until = time.monotonic() + _PAUSE_S
 
 

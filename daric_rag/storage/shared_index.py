@@ -158,6 +158,12 @@ class SharedIndex:
         if isinstance(self._database, RecordDatabase):
             self._database.sync()
 
+    def shrink_journal(self) -> None:
+        """Leave more room on a full disk, if that is possible."""
+        with self.lock, suppress(*DATABASE_ERRORS):
+            if isinstance(self._database, RecordDatabase):
+                self._database.shrink_journal()
+
     def close_thread(self) -> None:
         """Close the calling thread's connection; it reopens when needed."""
         if isinstance(self._database, RecordDatabase):

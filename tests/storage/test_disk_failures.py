@@ -1,18 +1,14 @@
 """Folders that cannot be used, disks that are full, an index that fails."""
 
 import contextlib
-import gc
 import os
-import shutil
 import sqlite3
 import stat
-import tempfile
-from pathlib import Path
 
 import pytest
 
 from daric_rag.errors import StoreError
-from daric_rag.storage import DiskTier, StoreProbe, record_file, saver
+from daric_rag.storage import DiskTier, record_file, saver
 from daric_rag.storage.database import RecordDatabase
 from tests.storage.records import (
     CAPACITY_BYTES,
@@ -210,75 +206,6 @@ def test_an_index_that_another_process_holds_for_long_is_no_alarm(
     assert caplog.text == ""
 
 
-@pytest.fixture
-def as_nobody():
-    """The folder's path, and a switch to a user who may read it and no more."""
-    with tempfile.TemporaryDirectory() as name:
-        parent = Path(name)
-        parent.chmod(0o755)
-        folder = parent / "store"
-
-        @contextlib.contextmanager
-        def switch():
-            for path in [folder, *folder.rglob("*")]:
-                path.chmod(0o555 if path.is_dir() else 0o444)
-            if os.geteuid() == 0:
-                os.seteuid(65534)
-                try:
-                    yield
-                finally:
-                    os.seteuid(0)
-            else:
-                yield
-            for path in [folder, *folder.rglob("*")]:
-                path.chmod(0o755 if path.is_dir() else 0o644)
-
-        yield folder, switch
-
-
-def test_a_folder_that_can_only_be_read_is_served(as_nobody, caplog):
-    folder, switch = as_nobody
-    tier = DiskTier(folder, CAPACITY_BYTES)
-    for number in range(3):
-        tier.write(record(number))
-    tier.pin([key(1)])
-    tier.close()
-    damaged = folder / tier._index.find(key(2))
-    damaged.write_bytes(b"")
-
-    with switch():
-        probe = StoreProbe(folder)
-        assert probe.contains(key(1))
-        assert not probe.contains(key(7))
-        probe.close()
-        tier = DiskTier(folder, CAPACITY_BYTES)
-        assert tier.read_only
-        assert [read(tier, number) for number in (0, 1, 2, 7)] == [
-            payload(0),
-            payload(1),
-            None,
-            None,
-        ]
-        tier.write(record(3))
-        tier.delete(key(0))
-        tier.touch([key(1)])
-        tier.flush()
-        assert tier.evict([key(0)]) == 0
-        assert tier.stats().failed_writes == 1
-        assert len(tier.segments()) == 3
-        for change in (tier.reclaim, lambda: tier.unpin([key(1)])):
-            with pytest.raises(StoreError, match="writable"):
-                change()
-        tier.close()
-
-    assert damaged.exists()
-    assert caplog.text.count("can only be read") == 1
-    tier = DiskTier(folder, CAPACITY_BYTES)
-    assert not tier.read_only
-    assert read(tier, 0) == payload(0)
-    tier.close()
-
-
 def test_a_store_that_becomes_unwritable_goes_on_serving(open_disk, monkeypatch):
     tier = open_disk()
     tier.write(record(1))
@@ -301,73 +228,3 @@ def test_a_store_that_becomes_unwritable_goes_on_serving(open_disk, monkeypatch)
     monkeypatch.setattr(saver.time, "monotonic", lambda: 1e12)
     tier.write(record(2))
     assert read(tier, 2) == payload(2)
-
-
-@pytest.mark.parametrize("how", ["deleted", "emptied", "replaced"])
-def test_a_folder_that_vanishes_is_made_anew_at_the_next_write(
-    open_disk, folder, caplog, how
-):
-    tier = open_disk()
-    for number in (1, 2):
-        tier.write(record(number))
-    probe = StoreProbe(folder)
-    assert probe.contains(key(1))
-    shutil.rmtree(folder)
-    if how == "emptied":
-        folder.mkdir()
-    if how == "replaced":
-        other = DiskTier(folder, CAPACITY_BYTES)
-        other.write(record(9))
-        other.close()
-
-    assert read(tier, 1) is None
-    tier.write(record(2))
-    tier.write(record(3))
-
-    expected = {key(2), key(3)} | ({key(9)} if how == "replaced" else set())
-    assert set(tier.keys()) == set(open_disk().keys()) == expected
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert caplog.text.count("deleted or replaced while in use") == 1
-    assert tier.stats().failed_writes == 0
-    assert key(1) in tier.take_evicted()
-    assert probe.contains(key(3))
-    probe.close()
-
-
-def test_a_folder_that_vanishes_during_a_write_costs_no_record(
-    open_disk, folder, monkeypatch
-):
-    tier = open_disk()
-    for step in ("before the row", "after the row"):
-        publish = RecordDatabase.publish
-
-        def vanishing(database, *args, step=step, publish=publish):
-            monkeypatch.undo()
-            if step == "before the row":
-                shutil.rmtree(folder)
-            done = publish(database, *args)
-            if step == "after the row":
-                shutil.rmtree(folder)
-            return done
-
-        monkeypatch.setattr(RecordDatabase, "publish", vanishing)
-        tier.write(record(1))
-        monkeypatch.undo()
-        assert read(tier, 1) == payload(1)
-        assert open_disk().keys() == [key(1)]
-        tier.delete(key(1))
-
-
-def test_a_refused_folder_leaves_nothing_open(tmp_path):
-    (tmp_path / "thesis.tex").write_text("precious")
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "DARIC_STORE_3").touch()
-    (tmp_path / "file").touch()
-    gc.collect()
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    for path in (tmp_path, tmp_path / "store", tmp_path / "file"):
-        for kind in (lambda p: DiskTier(p, CAPACITY_BYTES), StoreProbe):
-            with pytest.raises(StoreError):
-                kind(path)
-    gc.collect()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before

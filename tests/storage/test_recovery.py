@@ -8,8 +8,6 @@ import pytest
 
 from daric_rag.storage import record_file
 from tests.storage.records import (
-    CAPACITY_BYTES,
-    FINGERPRINT,
     RECORD_BYTES,
     disk_usage,
     document,
@@ -18,7 +16,6 @@ from tests.storage.records import (
     read,
     record,
     record_files,
-    run_elsewhere,
     start_elsewhere,
 )
 
@@ -266,16 +263,3 @@ def test_an_index_damaged_while_in_use_is_made_anew(open_disk, folder, monkeypat
         payload(number) for number in range(30)
     ]
     assert read(open_disk(), 40) == payload(40)
-
-
-def test_a_second_process_follows_to_the_new_index(open_disk, folder):
-    tier = open_disk()
-    tier.write(record(1))
-    (folder / "cache.db").unlink()
-    code = "tier.write(record(2)); print(len(tier.keys())); tier.close()"
-    assert run_elsewhere(folder, code, CAPACITY_BYTES) == "2"
-
-    tier.write(record(3))
-
-    assert tier.read_many([key(n) for n in (1, 2, 3)], FINGERPRINT).count(None) == 0
-    assert disk_usage(folder) == 3 * RECORD_BYTES
