@@ -41,6 +41,9 @@ def ttft(
         int, typer.Option(min=1, help="Rounds; figures are medians over them.")
     ] = 5,
     store: Store = None,
+    kv_storage: Annotated[
+        str, typer.Option(help="How records hold KV: model, fp8 or int8.")
+    ] = "model",
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -59,11 +62,12 @@ def ttft(
         raise ConfigError(
             "the benchmark reads from disk too; give --store a folder, or leave it out"
         )
+    config = DaricConfig.from_dict({"kv_storage": kv_storage})
     path = resolved(model)
     console = make_console(stderr=True)
     with json_has_stdout(True), store_folder(store) as (folder, described):
         machine = machine_facts()
-        with started(console, path, folder, DaricConfig(), verbose) as (engine, bar):
+        with started(console, path, folder, config, verbose) as (engine, bar):
             # With torch loaded, its threads are known; the load is from before.
             machine = machine_facts() | {"load_average": machine["load_average"]}
             rows = _run_bench(engine, bar, shapes, repeats)
@@ -71,6 +75,7 @@ def ttft(
         "rows": rows,
         "repeats": repeats,
         "model": model,
+        "kv_storage": kv_storage,
         "store": described,
         "machine": machine,
     }

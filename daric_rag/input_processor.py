@@ -45,6 +45,7 @@ from daric_rag.tokenization import (
     BREAK,
     ChatTemplate,
     TextEncoder,
+    TokenCache,
     Tokenizer,
     bos_of,
 )
@@ -99,7 +100,7 @@ class InputProcessor:
         )
         fixed = self._template.fixed_text() if self._template else ""
         self._encoder = TextEncoder(tokenizer, fixed)
-        self._documents = _DocumentCache(_MAX_CACHED_CHARS)
+        self._documents = TokenCache(_MAX_CACHED_CHARS)
         self._frames: OrderedDict[object, tuple[_Ids, str]] = OrderedDict()
 
     def layout(self, prompt: ChunkedPrompt | TokenPrompt | str) -> PromptLayout:
@@ -284,28 +285,6 @@ class InputProcessor:
             if self._encoder.controls(ids) != self._encoder.controls(ours):
                 ids = self._encoder.mixed(before, system, between, goes_on=True)
         return ids, ending
-
-
-class _DocumentCache:
-    """Least recently used token ids of documents, bounded by their characters."""
-
-    def __init__(self, capacity_chars: int) -> None:
-        self._capacity_chars = capacity_chars
-        self._num_chars = 0
-        self._ids: OrderedDict[str, _Ids] = OrderedDict()
-
-    def get(self, text: str) -> _Ids | None:
-        ids = self._ids.get(text)
-        if ids is not None:
-            self._ids.move_to_end(text)
-        return ids
-
-    def put(self, text: str, ids: _Ids) -> None:
-        self._ids[text] = ids
-        self._num_chars += len(text)
-        while self._num_chars > self._capacity_chars:
-            oldest, _ = self._ids.popitem(last=False)
-            self._num_chars -= len(oldest)
 
 
 def _check_text(prompt: ChunkedPrompt | TokenPrompt | str) -> None:

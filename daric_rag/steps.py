@@ -96,6 +96,15 @@ class StepPlan:
     saves: tuple[SaveStep, ...] = ()
     scratch_block_ids: tuple[int, ...] = ()
 
+    def hit_keys(self) -> list[SegmentKey]:
+        """Return the keys of all segments to be loaded."""
+        return [
+            key
+            for request in self.requests
+            for chunk in request.chunks
+            for key in chunk.keys[: chunk.num_hit_segments]
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

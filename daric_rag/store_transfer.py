@@ -89,9 +89,10 @@ def import_file(
     store: StorePath = None,
     as_json: Json = False,
 ) -> None:
-    """Add the documents of a file to a store; each record is verified.
+    """Add the documents of a file to a store; each record is checked for damage.
 
-    Stops where the store is full, unless --evict is given. Titles and pins come along.
+    Import only from whom you trust: false records would steer the answers. Stops
+    where the store is full, unless --evict is given. Titles and pins come along.
     """
     from daric_rag.evaluation.store_report import import_lines
     from daric_rag.evaluation.terminal import progress_bar

@@ -7,12 +7,20 @@ the ids that the template rendered at once would give it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from daric_rag.errors import UnsupportedModelError
 
-__all__ = ["BREAK", "ChatTemplate", "TextEncoder", "Tokenizer", "bos_of"]
+__all__ = [
+    "BREAK",
+    "ChatTemplate",
+    "TextEncoder",
+    "TokenCache",
+    "Tokenizer",
+    "bos_of",
+]
 
 BREAK = "\n\n"
 """Put behind a text, so that it does not run into the next one."""
@@ -229,3 +237,27 @@ def _letter_id(tokenizer: Tokenizer) -> int | None:
     space = tokenizer.encode("\n", add_special_tokens=False)
     ids = tokenizer.encode("\n" + _LETTER, add_special_tokens=False)
     return ids[-1] if ids[:-1] == space and len(ids) > len(space) else None
+
+
+class TokenCache:
+    """Least recently used token ids of documents, bounded by their characters."""
+
+    def __init__(self, capacity_chars: int) -> None:
+        self._capacity_chars = capacity_chars
+        self._num_chars = 0
+        self._ids: OrderedDict[str, Sequence[int]] = OrderedDict()
+
+    def get(self, text: str) -> Sequence[int] | None:
+        """Return a text's ids, if they are held."""
+        ids = self._ids.get(text)
+        if ids is not None:
+            self._ids.move_to_end(text)
+        return ids
+
+    def put(self, text: str, ids: Sequence[int]) -> None:
+        """Hold a text's ids."""
+        self._ids[text] = ids
+        self._num_chars += len(text)
+        while self._num_chars > self._capacity_chars:
+            oldest, _ = self._ids.popitem(last=False)
+            self._num_chars -= len(oldest)

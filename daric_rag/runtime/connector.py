@@ -10,6 +10,7 @@ from daric_rag.config import DaricConfig
 from daric_rag.errors import UnsupportedModelError
 from daric_rag.runtime.gate import MAX_GATE_TOKENS, check_cached_keys
 from daric_rag.runtime.identity import model_fields, namespace_root
+from daric_rag.runtime.kv_codec import KvShape, codec_of
 from daric_rag.runtime.metadata import DaricMetadata, DaricWorkerMetadata
 from daric_rag.runtime.rope import rope_parameters
 from daric_rag.runtime.scheduler_side import SchedulerSide
@@ -68,18 +69,14 @@ class DaricConnector(KVConnectorBase_V1):
         store = extra.get(STORE_KEY)
         if role is KVConnectorRole.SCHEDULER:
             num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
-            shape = (
-                num_layers,
-                config.max_segment_len,
-                spec.num_kv_heads,
-                spec.head_size,
-            )
-            self._probe = open_probe(store)
+            shape = KvShape(num_layers, spec.num_kv_heads, spec.head_size, spec.dtype)
+            dtype = codec_of(config.kv_storage, shape).dtype_name
+            self._probe = open_probe(store, disk_bytes=config.disk_bytes)
             view = StoreView(
                 partial(namespace_root, fields),
                 probe=self._probe.contains,
                 max_bytes=config.host_bytes + config.disk_bytes,
-                segment_bytes=payload_len_of(shape, _name(spec.dtype)),
+                segment_bytes=payload_len_of(shape.of(config.max_segment_len), dtype),
                 max_segment_len=config.max_segment_len,
             )
             self.scheduler = SchedulerSide(config, view, limits)
@@ -243,7 +240,3 @@ def _only_spec(kv_cache_config: Any) -> Any:
             f"model with vLLM alone"
         )
     return spec
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import xxhash
+from huggingface_hub import try_to_load_from_cache
 
+from daric_rag.errors import UnsupportedModelError
 from daric_rag.keys import ModelFingerprint, Scalar, model_fingerprint
 from daric_rag.runtime.vllm_api import VllmConfig
 from daric_rag.storage.format import FORMAT_VERSION
@@ -23,6 +26,7 @@ from daric_rag.storage.format import FORMAT_VERSION
 __all__ = ["model_fields", "namespace_root", "weights_identity"]
 
 _PIECE_BYTES = 8 << 20
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # Facts about the folder or the library, not about the model.
 _VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "use_cache")
@@ -40,7 +44,7 @@ def model_fields(
     """
     model = config.model_config
     return {
-        "weights": _model_identity(model),
+        "weights": _weights(config),
         "config": _config_identity(model.hf_text_config),
         "dtype": str(model.dtype),
         "kv_dtype": str(config.cache_config.cache_dtype),
@@ -59,8 +63,18 @@ def namespace_root(fields: dict[str, Scalar], namespace: str) -> ModelFingerprin
 
 
 def weights_identity(folder: Path) -> str:
-    """Digest the weight files of a folder: their names and every byte."""
+    """Digest the weight files of a folder: their names and every byte.
+
+    Raises:
+        UnsupportedModelError: There is none, so that nothing tells two models apart.
+    """
     names = [p for p in sorted(folder.iterdir()) if p.suffix in _WEIGHT_SUFFIXES]
+    if not names:
+        raise UnsupportedModelError(
+            f"{folder} has no weight files ({', '.join(_WEIGHT_SUFFIXES)}), so its "
+            f"cached documents could not be told from another model's; put the "
+            f"weights into this folder itself"
+        )
     parts = [f"{path.name}:{_file_digest(path, *_version(path))}" for path in names]
     return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
 
@@ -81,6 +95,12 @@ def _file_digest(path: Path, size: int, mtime_ns: int, inode: int) -> str:
     return digest.hexdigest()
 
 
+def _weights(config: VllmConfig) -> str:
+    if str(config.load_config.load_format) == "dummy":
+        return "none"  # random ones; the load format says which
+    return _model_identity(config.model_config)
+
+
 def _load_format(config: VllmConfig) -> str:
     """Random weights are not those of the files, and depend on the seed."""
     load_format = str(config.load_config.load_format)
@@ -93,8 +113,20 @@ def _model_identity(model: Any) -> str:
     folder = Path(model.model)
     if folder.is_dir():
         return weights_identity(folder)
-    commit = getattr(model.hf_config, "_commit_hash", None)
-    return f"hub:{model.model}@{commit or model.revision or 'main'}"
+    for commit in (getattr(model.hf_config, "_commit_hash", None), model.revision):
+        if _COMMIT.fullmatch(commit or ""):
+            return f"hub:{model.model}@{commit}"
+    # What the hub's client downloaded lies in a folder of its own per commit.
+    config = try_to_load_from_cache(
+        model.model, "config.json", revision=model.revision or "main"
+    )
+    if isinstance(config, str):
+        return weights_identity(Path(config).parent)
+    raise UnsupportedModelError(
+        f"it cannot be told which version of {model.model} this is, and another "
+        f"version's cached documents would be wrong; pass revision= with a commit "
+        f"hash, or a local folder"
+    )
 
 
 def _config_identity(hf_config: Any) -> str:

@@ -24,7 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 class KvMover:
-    """Worker process. Moves segments between the store and the engine's blocks."""
+    """Worker process. Moves segments between the store and the engine's blocks.
+
+    A store that fails is a store without records: it costs time, and must not end an
+    engine that can compute everything anew. Nothing here raises for it.
+    """
 
     def __init__(
         self,
@@ -41,15 +45,13 @@ class KvMover:
         self._store, self._layout, self._reencoder = store, layout, reencoder
         self._shape, self._codec = shape, codec
         self._fingerprint, self._device = fingerprint, device
+        self._protected: Sequence[SegmentKey] = ()
         self._warned: set[str] = set()
 
     def read(
         self, keys: Sequence[SegmentKey], lens: Sequence[int]
     ) -> list[Record | None]:
         """Read segments; None where the store has nothing that fits.
-
-        A store that fails is a store without records: it costs time, and must not end
-        an engine that can compute everything anew.
 
         Args:
             keys: Their keys, [n].
@@ -100,6 +102,32 @@ class KvMover:
             start + skip,
         )
 
+    def protect(self, keys: Sequence[SegmentKey]) -> None:
+        """Keep records from being evicted by what the same step saves."""
+        self.release()  # of a step that failed
+        try:
+            self._store.protect(keys)
+        except Exception as error:
+            self._warn("protected", error)
+        else:
+            self._protected = keys
+
+    def release(self) -> None:
+        """Undo `protect`."""
+        keys, self._protected = self._protected, ()
+        try:
+            self._store.release(keys)
+        except Exception as error:
+            self._warn("protected", error)
+
+    def take_evicted(self) -> set[SegmentKey]:
+        """Return what the store has given up since last asked."""
+        try:
+            return set(map(SegmentKey, self._store.take_evicted()))
+        except Exception as error:
+            self._warn("evicted", error)
+            return set()
+
     def settle(self) -> None:
         """Return when no copy to the device reads from a record any more.
 
@@ -128,8 +156,6 @@ class KvMover:
         num_tokens: int,
     ) -> tuple[Record, bool]:
         """Save a segment from blocks, as it lies there.
-
-        A store that cannot take it costs later requests time and nothing else.
 
         Args:
             identity: From `identity`.

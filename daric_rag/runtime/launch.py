@@ -86,7 +86,7 @@ def build_engine(
     engine: Any = None
     try:
         # Before a model is loaded for nothing: the folder must be usable.
-        open_probe(store).close()
+        open_probe(store, disk_bytes=config.disk_bytes).close()
         engine = _start(model, store, config, options)
         return _facts(engine)
     except BaseException as error:

@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from daric_rag.config import DaricConfig
-from daric_rag.document_info import DocumentInfo
 from daric_rag.errors import WireError
-from daric_rag.keys import SegmentKey
 from daric_rag.plan import RequestPlan, plan_request
 from daric_rag.runtime.metadata import DaricWorkerMetadata
+from daric_rag.runtime.pending_saves import PendingSaves
 from daric_rag.runtime.scratch import ScratchBlocks
 from daric_rag.runtime.store_view import StoreView
-from daric_rag.runtime.tracking import SegmentChain, TrackedRequest, reuse_stats
+from daric_rag.runtime.tracking import TrackedRequest, reuse_stats
 from daric_rag.selection import total_len
 from daric_rag.steps import Limits, RequestStep, SaveStep, StepPlan
 from daric_rag.wire import RequestWire, decode_request, encode_reuse, salt_of
@@ -39,10 +38,7 @@ class SchedulerSide:
         self._admitted: list[RequestStep] = []
         self._admitted_window_len = self._admitted_missing_len = 0
         self._scratch: ScratchBlocks | None = None
-        # Segments that this step may save, with the chain that each of them ends.
-        self._saving: dict[SegmentKey, SegmentChain] = {}
-        # Those of them that are saved in place, and for whom.
-        self._saving_for: dict[SegmentKey, TrackedRequest] = {}
+        self._saving = PendingSaves()
         # Answers that vLLM holds already while the step's report is still to come.
         self._closing: dict[str, tuple[TrackedRequest, int, dict[str, Any]]] = {}
 
@@ -74,7 +70,8 @@ class SchedulerSide:
 
         Returns:
             Tokens that it may count as computed beyond them; None to be asked again in
-            the next step. Changes nothing but the request's own pending plan.
+            the next step. Changes nothing but the request's own pending plan, and what
+            the view learns from the store.
         """
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
@@ -111,11 +108,7 @@ class SchedulerSide:
         plan = tracked.plan
         for chunk in plan.chunks:
             self._view.touch(plan.root, chunk.keys[: chunk.num_hit_segments])
-            # Hits too: one that turns out to be lost is generated and saved again.
-            for index in range(len(chunk.keys)):
-                start, end = chunk.segment_span(index)
-                chain = chunk.keys[: index + 1]
-                self._saving[chain[-1]] = SegmentChain(plan.root, chain, end - start)
+        self._saving.expect_chunks(plan)
         self._pool.borrow(
             request.num_tokens,
             [chunk.num_tokens for chunk in plan.chunks],
@@ -175,17 +168,12 @@ class SchedulerSide:
         """The step has run and reported; nothing of it is left to wait for."""
         self._pool.give_back()
         self._saving.clear()
-        self._saving_for.clear()
 
     def take_report(self, report: DaricWorkerMetadata) -> None:
         """Learn what the worker really saved, missed and spent."""
         self._view.forget(report.evicted)
         self._view.forget(report.lost)
-        for key in report.saved:
-            if key in self._saving:
-                self._view.learn(self._saving[key].root, self._saving[key].keys)
-            if key in self._saving_for:
-                self._saving_for[key].saved_tokens += self._saving[key].num_tokens
+        self._saving.take_saved(report.saved, self._view)
         closing = {req_id: entry[0] for req_id, entry in self._closing.items()}
         for req_id, part in report.reports.items():
             tracked = self._tracked.get(req_id) or closing.get(req_id)
@@ -280,27 +268,10 @@ class SchedulerSide:
         if not ready:
             return []
         tracked.unsaved = [save for save in tracked.unsaved if save.end > done]
-        blocks = tuple(block_ids_of(req_id))
-        steps: list[SaveStep] = []
-        for save in ready:
-            chain = plan.first_keys[: save.index + 1]
-            self._saving[chain[-1]] = SegmentChain(
-                plan.root, chain, save.end - save.start
-            )
-            self._saving_for[chain[-1]] = tracked
-            document = None
-            if save.ends_document:
-                ids, namespace = tracked.token_ids, tracked.wire.config.namespace
-                document = DocumentInfo.of(ids[: save.end], plan.first_title, namespace)
-            steps.append(
-                SaveStep(
-                    chain[-1],
-                    chain[-2] if save.index else plan.root,
-                    save.index,
-                    save.start,
-                    save.end,
-                    document,
-                    blocks,
-                )
-            )
-        return steps
+        return self._saving.save_in_place(
+            tracked,
+            plan,
+            ready,
+            block_ids_of(req_id),
+            tracked.wire.config.namespace,
+        )

@@ -61,25 +61,28 @@ class StoreView:
         """Return how many leading segments of a chunk the store has."""
         known = self._index.match(root, keys)
         while known < len(keys) and self._probe(keys[known]):
+            self.learn(keys[known], keys[known - 1] if known else root)
             known += 1
-            self.learn(root, keys[:known])
         return known
 
     def touch(self, root: ModelFingerprint, keys: Sequence[SegmentKey]) -> None:
         """Count a use of a chain of segments."""
         self._index.touch(root, keys)
 
-    def learn(self, root: ModelFingerprint, keys: Sequence[SegmentKey]) -> None:
-        """Take notice of a record: the last of `keys`, which are its chain.
+    def learn(self, key: SegmentKey, parent: bytes) -> None:
+        """Take notice of a record.
 
-        Without its ancestors a segment could not be matched. Should one have failed to
-        be saved, the segment is not noted, and the next request finds out by probing.
+        Args:
+            key: The segment's.
+            parent: Of the segment before it in its chunk, or the root. While the view
+                does not know the parent, it does not match the segment either.
         """
-        *ancestors, _ = keys
-        if self._index.match(root, ancestors) < len(ancestors):
-            return
-        lens = [self._max_segment_len] * len(keys)
-        self._index.insert(root, keys, lens, [self._segment_bytes] * len(keys))
+        self._index.add(
+            key,
+            SegmentKey(parent),
+            self._max_segment_len,
+            self._segment_bytes,
+        )
         excess = self._index.nbytes - self._max_bytes
         if excess > 0:
             self._index.evict(excess)

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 from daric_rag.chunk_plan import SegmentSave
 from daric_rag.engine import ReuseStats
-from daric_rag.keys import ModelFingerprint, SegmentKey
 from daric_rag.plan import RequestPlan
 from daric_rag.runtime.metadata import RequestReport
 from daric_rag.wire import RequestWire
 
-__all__ = ["SegmentChain", "TrackedRequest", "reuse_stats"]
+__all__ = ["TrackedRequest", "reuse_stats"]
 
 
 @dataclass
@@ -51,15 +50,6 @@ class TrackedRequest:
     def filled_from(self) -> int:
         """First position that vLLM's own passes compute, maybe over several steps."""
         return self.plan.hit_len if self.plan is not None else 0
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentChain:
-    """A segment with all above it: `keys` ends with the segment's own."""
-
-    root: ModelFingerprint
-    keys: tuple[SegmentKey, ...]
-    num_tokens: int
 
 
 def reuse_stats(tracked: TrackedRequest, prompt_len: int) -> ReuseStats:

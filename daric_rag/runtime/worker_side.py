@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from daric_rag.config import KvStorageName
-from daric_rag.keys import Scalar, SegmentKey, model_fingerprint
+from daric_rag.keys import Scalar, model_fingerprint
 from daric_rag.runtime.block_filler import BlockFiller, save_segment
 from daric_rag.runtime.kv_codec import KvShape, codec_of
 from daric_rag.runtime.kv_layout import KvLayout, WriteSlots
@@ -84,7 +84,6 @@ class WorkerSide:
         self._mover: KvMover | None = None
         self._plan = StepPlan()
         self._report = DaricWorkerMetadata()
-        self._protected: list[SegmentKey] = []
         self._unpin: Callable[[], object] = lambda: None
         self._pass_started_s = 0.0
 
@@ -156,7 +155,7 @@ class WorkerSide:
         self._report = DaricWorkerMetadata(
             reports={step.req_id: RequestReport() for step in self._plan.requests}
         )
-        self._protect_hits()
+        self._bound_mover.protect(self._plan.hit_keys())
         passes = StepPasses(scheduled, run_pass, self._builder)
         filler = BlockFiller(
             self._bound_mover,
@@ -193,8 +192,8 @@ class WorkerSide:
     def take_report(self) -> DaricWorkerMetadata | None:
         """Return what this step did, once; None if nothing."""
         report, self._report = self._report, DaricWorkerMetadata()
-        self._release_hits()
-        report.evicted = set(map(SegmentKey, self.store.take_evicted()))
+        self._bound_mover.release()
+        report.evicted = self._bound_mover.take_evicted()
         if report.saved or report.lost or report.evicted or report.reports:
             return report
         return None
@@ -232,21 +231,6 @@ class WorkerSide:
         for wave in waves.early:
             passes.run(subs_of(wave))
         return passes.join(subs_of(waves.final))
-
-    def _protect_hits(self) -> None:
-        """Keep what this step loads from being evicted by what it saves."""
-        self._release_hits()  # of a step that failed
-        self._protected = [
-            key
-            for step in self._plan.requests
-            for chunk in step.chunks
-            for key in chunk.keys[: chunk.num_hit_segments]
-        ]
-        self.store.protect(self._protected)
-
-    def _release_hits(self) -> None:
-        self.store.release(self._protected)
-        self._protected = []
 
     def _clear_spare_block(self) -> None:
         for layer in self._layers:

@@ -73,9 +73,11 @@ def open_store(
     return TieredStore(host, disk)
 
 
-def open_probe(path: str | os.PathLike[str] | None = None) -> StoreProbe:
-    """Open a probe on a store; takes the same `path` as `open_store`."""
-    if path == MEMORY:
+def open_probe(
+    path: str | os.PathLike[str] | None = None, *, disk_bytes: int
+) -> StoreProbe:
+    """Open a probe on a store; `path` and `disk_bytes` are as in `open_store`."""
+    if path == MEMORY or disk_bytes == 0:
         return StoreProbe(None)
     return StoreProbe(default_store_path() if path is None else path)
 

@@ -4,7 +4,8 @@ The file is an uncompressed tar (keys and values do not compress):
 
 | member               | what it is                                                 |
 |----------------------|------------------------------------------------------------|
-| manifest.json        | which documents, their titles, which of them are pinned    |
+| manifest.json        | which documents, which of them are pinned; titles, tenants |
+|                      | and models only if the records are not sealed              |
 | records/<key>.record | a record as it is in the store's folder, sealed if it is   |
 
 The records stand document by document, each from its beginning, so that of a file cut
@@ -163,19 +164,24 @@ def _manifest(
         "key_id": key_id,
         "num_records": len(rows),
         "nbytes": sum(row.nbytes for row in rows),
-        "documents": [
-            {
-                "key": d.key.hex(),
-                "title": d.title,
-                "namespace": d.namespace,
-                "model": d.fingerprint.hex(),
-                "num_tokens": d.num_tokens,
-                "pinned": d.pinned,
-            }
-            for d in documents
-        ],
+        "documents": [_described(d, is_sealed=key_id is not None) for d in documents],
     }
     return json.dumps(fields, separators=(",", ":")).encode("ascii")
+
+
+def _described(document: Document, *, is_sealed: bool) -> dict[str, object]:
+    needed = {
+        "key": document.key.hex(),
+        "num_tokens": document.num_tokens,
+        "pinned": document.pinned,
+    }
+    if is_sealed:
+        return needed  # The titles are in the records, where only the key opens them.
+    return needed | {
+        "title": document.title,
+        "namespace": document.namespace,
+        "model": document.fingerprint.hex(),
+    }
 
 
 def _read_verified(path: Path, row: "SegmentRow") -> bytes:
@@ -189,9 +195,13 @@ def _read_verified(path: Path, row: "SegmentRow") -> bytes:
         # Neither a link nor a pipe in a record's place may lead us elsewhere.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         with open(os.open(path, flags), "rb", buffering=0) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise RecordError("identity", f"{path.name} is no file")
-            content = file.read(row.nbytes + 1)
+            # Before memory is taken: the row may say anything.
+            if status.st_size != row.nbytes:
+                raise RecordError("length", f"{path.name} is not {row.nbytes} bytes")
+            content = file.read(row.nbytes)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -200,7 +210,7 @@ def _read_verified(path: Path, row: "SegmentRow") -> bytes:
     if header.segment_key != row.key:
         raise RecordError("identity", "the record belongs to another segment")
     if len(content) != row.nbytes:
-        raise RecordError("length", f"{path.name} is not {row.nbytes} bytes long")
+        raise RecordError("short", f"{path.name} was cut while it was read")
     if body_checksum(memoryview(content)[HEADER_LEN:]) != checksum:
         raise RecordError("checksum", f"the body of {path.name} is damaged")
     return content

@@ -1,9 +1,12 @@
 """Documents in one file, from one store to another: reading it.
 
-Whoever wrote the file, it can do no more than add records to the store. Nothing in it
-is extracted to a path; its records are read one at a time, each verified like one of
-the store's own files and no larger in memory than it is in the file; a damaged one
-costs itself alone, for the reader looks for the next member's header behind it.
+Import only from whom you trust: checksums tell damage and not forgery, and whoever
+wrote the file may have put false keys and values under any document's key, which steer
+the answers about it. No more than that: records that the store has are not replaced,
+and nothing in the file is extracted to a path. Its records are read one at a time, each
+verified like one of the store's own files and no larger in memory than it is in the
+file; a damaged one costs itself alone, for the next member's header is looked for behind
+it.
 """
 
 import json

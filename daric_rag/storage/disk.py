@@ -203,7 +203,7 @@ class DiskTier:
         Raises:
             StoreError: If the index cannot be read.
         """
-        self._save_uses()
+        self.save_uses()
         try:
             rows = self._index.rows() if self._is_usable() else []
         except DATABASE_ERRORS as error:
@@ -262,7 +262,7 @@ class DiskTier:
     def close(self) -> None:
         """End the reading threads and the caller's connection; records stay."""
         if self._is_usable():
-            self._save_uses()
+            self.save_uses()
             self._reader.close()
             self._ledger.close()
             self._index.close()
@@ -288,7 +288,8 @@ class DiskTier:
                 "writable"
             ) from error
 
-    def _save_uses(self) -> None:
+    def save_uses(self) -> None:
+        """Let other processes know what was used here; flushing does as well."""
         if self._is_usable() and not self.read_only:
             with suppress(OSError, *DATABASE_ERRORS):
                 self._ledger.save_uses()

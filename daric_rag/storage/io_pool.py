@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, TypeVar
 
 from daric_rag.errors import StoreError
@@ -17,6 +17,8 @@ _logger = logging.getLogger(__name__)
 # A write of a segment takes about 10 ms, and a read of a request's documents as long:
 # reads seldom need so much, and saves go on at ten a second if they do.
 _MAX_YIELD_S: Final = 0.1
+
+_IDLE_INTERVAL_S: Final = 5.0
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -37,6 +39,8 @@ class WriteBehind:
             there.
         hold: Called with a key as it enters the queue.
         release: Called with a key as it leaves the queue.
+        on_idle: Called in the thread whenever nothing was queued for so long.
+        idle_interval_s: Seconds.
         max_yield_s: Seconds that reads may keep a record from being written.
     """
 
@@ -48,9 +52,12 @@ class WriteBehind:
         on_exit: Callable[[], None],
         hold: Callable[[list[bytes]], None],
         release: Callable[[list[bytes]], None],
+        on_idle: Callable[[], None] = lambda: None,
+        idle_interval_s: float = _IDLE_INTERVAL_S,
         max_yield_s: float = _MAX_YIELD_S,
     ) -> None:
-        self._write, self._on_exit = write, on_exit
+        self._write, self._on_exit, self._on_idle = write, on_exit, on_idle
+        self._idle_interval_s = idle_interval_s
         self._hold, self._release = hold, release
         self._max_pending_bytes, self._max_yield_s = max_pending_bytes, max_yield_s
         # Oldest first; a record stays in here until its write has ended, so that
@@ -72,6 +79,14 @@ class WriteBehind:
         """Records and bytes that wait or are being written."""
         with self._changed:
             return len(self._pending), self._pending_bytes
+
+    def start(self) -> None:
+        """Start the thread before anything is queued, for what it does when idle."""
+        if self._thread is None:
+            # Where no thread can be started, nothing is to fail that needs none.
+            with self._changed, suppress(RuntimeError):
+                if not self._closing:
+                    self._start()
 
     def submit(self, record: Record, *, timeout_s: float | None) -> bool:
         """Queue a record; returns False if the queue stayed full for `timeout_s`.
@@ -158,14 +173,16 @@ class WriteBehind:
         total = self._pending_bytes + record.record_bytes
         return not self._pending or total <= self._max_pending_bytes
 
-    def _enqueue(self, record: Record) -> None:
+    def _start(self) -> None:
         if self._thread is None:
-            # First: where no thread can be started, nothing must wait for one.
             thread = threading.Thread(
                 target=self._run, name="daric-write-behind", daemon=True
             )
             thread.start()
             self._thread = thread
+
+    def _enqueue(self, record: Record) -> None:
+        self._start()  # First: where none can be started, nothing must wait for one.
         self._hold([record.key])
         self._pending[record.key] = record
         self._pending_bytes += record.record_bytes
@@ -179,7 +196,11 @@ class WriteBehind:
 
     def _run(self) -> None:
         try:
-            while (record := self._next()) is not None:
+            while not self._is_over():
+                record = self._next()
+                if record is None:
+                    self._idle()
+                    continue
                 try:
                     self._write(record)
                 except Exception:
@@ -194,10 +215,22 @@ class WriteBehind:
         finally:
             self._on_exit()
 
-    def _next(self) -> Record | None:
+    def _idle(self) -> None:
+        try:
+            self._on_idle()
+        except Exception:
+            _logger.exception("the store's idle work failed")
+
+    def _is_over(self) -> bool:
         with self._changed:
-            while True:
-                self._changed.wait_for(lambda: self._pending or self._closing)
+            return self._closing and not self._pending
+
+    def _next(self) -> Record | None:
+        """Wait for a record to write; None if it is time for idle work."""
+        with self._changed:
+            while self._changed.wait_for(
+                lambda: self._pending or self._closing, timeout=self._idle_interval_s
+            ):
                 if self._pending:
                     self._changed.wait_for(self._may_start, timeout=self._max_yield_s)
                 if self._pending:  # `cancel` may have emptied the queue meanwhile
@@ -205,6 +238,7 @@ class WriteBehind:
                     return record
                 if self._closing:
                     return None
+            return None
 
     def _may_start(self) -> bool:
         return (

@@ -52,10 +52,9 @@ _PIECE_LEN: Final = 512 << 10
 # Body and header checksum: the end of the header, which says nothing of the record.
 _CHECKSUMS_LEN: Final = 16
 
-# The machine's state and not the file's: such a file may be read again later.
-_TRANSIENT: Final = frozenset(
-    {errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EPERM}
-)
+# What is in the file's place is no file. Any other failure is the machine's or the
+# mount's: such a file may be read again later, and is not deleted.
+_NO_FILE: Final = frozenset({errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO})
 
 _buffers = threading.local()
 
@@ -171,7 +170,7 @@ def read_record_file(
     except FileNotFoundError:
         raise
     except OSError as error:
-        if error.errno is None or error.errno in _TRANSIENT:
+        if error.errno not in _NO_FILE:
             raise
         raise RecordError("short", f"{path.name} cannot be read: {error}") from error
     return Record(header, payload, bytes(side_data))

@@ -1,9 +1,11 @@
 """Writing records to disk, and what happens when that fails."""
 
+import itertools
 import logging
 import os
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +40,9 @@ _ROOM_TIMEOUT_S: Final = 2.0
 _ROOM_POLL_S: Final = 0.005
 # Others may evict what was used here and not yet told.
 _USES_INTERVAL_S: Final = 5.0
-_USES_PER_WRITE: Final = 200
+# Beyond it the oldest half is synced behind the writes: who never flushes must not
+# remember all names it ever wrote, nor sync them all at its end.
+_MAX_UNSYNCED: Final = 512
 
 
 class Saver:
@@ -65,8 +69,8 @@ class Saver:
         self._paused_until = 0.0
         self._is_failing = False
         self._uses_saved_at = time.monotonic()
-        # Written and not yet synced.
-        self._unsynced: set[str] = set()
+        # Written and not yet synced, oldest first, with their keys.
+        self._unsynced: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
     def write(self, record: Record) -> None:
@@ -80,16 +84,20 @@ class Saver:
         check_fits(
             record, self._capacity_bytes - nbytes + record.record_bytes, "disk_bytes"
         )
-        is_known = self._index.catalog.find(record.key) is not None
-        if is_known and self._index.is_current():
+        is_known = self._is_known(record.key)
+        if is_known and (self._index.read_only or not record.side_data):
             return
         if time.monotonic() < self._paused_until or self._index.read_only:
-            self._index.catalog.count("failed_writes")
+            if not is_known:
+                self._index.catalog.count("failed_writes")
             return
         try:
-            self._save(record, header, nbytes)
+            if is_known:
+                self._add_side_data(record)
+            else:
+                self._save(record, header, nbytes)
             if time.monotonic() > self._uses_saved_at + _USES_INTERVAL_S:
-                self._ledger.save_uses(_USES_PER_WRITE)
+                self._ledger.save_uses()
                 self._uses_saved_at = time.monotonic()
         except NoRoomError as error:
             self._index.catalog.count("failed_writes")
@@ -113,22 +121,26 @@ class Saver:
     def flush(self) -> None:
         """Write uses to the index; return when all is safe, or told that it is not."""
         with self._lock:
-            names, self._unsynced = self._unsynced, set()
+            names, self._unsynced = self._unsynced, {}
         try:
             self._sync_files(names)
             self._ledger.save_uses()
+            with suppress(FileNotFoundError):
+                # It names the first-level folders and the index's journal.
+                _sync(self._index.directory, is_root=True)
             self._index.sync()
         except (OSError, *DATABASE_ERRORS) as error:
             with self._lock:
-                self._unsynced |= names
-            self._index.notices.warn(
-                "flush",
-                "what was saved to %s may not survive a power cut (%s): check the disk",
-                self._index.directory,
-                error,
-            )
+                self._unsynced = names | self._unsynced
+            self._warn_of_power_cut(error)
 
-    def _sync_files(self, names: set[str]) -> None:
+    def _is_known(self, key: bytes) -> bool:
+        if self._index.catalog.find(key) is None:
+            return False  # Reserving its room asks the index.
+        self._index.learn()  # Another process may have evicted it.
+        return self._index.catalog.find(key) is not None and self._index.is_current()
+
+    def _sync_files(self, names: Iterable[str]) -> None:
         folders = set()
         for name in names:
             path = self._ledger.path(name)
@@ -138,6 +150,28 @@ class Saver:
         for folder in folders:
             with suppress(FileNotFoundError):
                 _sync(folder)
+
+    def _add_unsynced(self, filename: str, key: bytes) -> None:
+        oldest: dict[str, bytes] = {}
+        with self._lock:
+            self._unsynced[filename] = key
+            if len(self._unsynced) > _MAX_UNSYNCED:
+                names = list(itertools.islice(self._unsynced, _MAX_UNSYNCED // 2))
+                oldest = {name: self._unsynced.pop(name) for name in names}
+        find = self._index.catalog.find
+        try:
+            self._sync_files(name for name, key in oldest.items() if find(key) == name)
+        except OSError as error:
+            # They are not tried again: the kernel has dropped what it failed to write.
+            self._warn_of_power_cut(error)
+
+    def _warn_of_power_cut(self, error: Exception) -> None:
+        self._index.notices.warn(
+            "flush",
+            "what was saved to %s may not survive a power cut (%s): check the disk",
+            self._index.directory,
+            error,
+        )
 
     def _save(self, record: Record, header: RecordHeader, nbytes: int) -> None:
         for _ in range(2):
@@ -149,8 +183,7 @@ class Saver:
                 write_record_file(path, record, cipher=self._cipher)
                 row = self._row(record, header, reservation)
                 if self._ledger.publish(reservation, row):
-                    with self._lock:
-                        self._unsynced.add(reservation.filename)
+                    self._add_unsynced(reservation.filename, record.key)
                     return
             except BaseException as error:
                 self._ledger.abandon(reservation)
@@ -159,6 +192,18 @@ class Saver:
                 if not is_failure or self._index.is_current():
                     raise
         raise StoreError("the store's folder was replaced twice while it was written")
+
+    def _add_side_data(self, record: Record) -> None:
+        """Tell of a document that ends with a segment stored inside another one.
+
+        In the row only: the file stays as it is.
+        """
+        with self._index.changing() as (database, change):
+            row = database.find(record.key, [])
+            if row is not None and not row.side_data:
+                database.delete(record.key, change.number)
+                side_data = self._sealed_side_data(record)
+                database.insert(replace(row, side_data=side_data), change.number)
 
     def _reserve(self, key: bytes, nbytes: int) -> Reservation | None:
         deadline = time.monotonic() + _ROOM_TIMEOUT_S
@@ -173,9 +218,6 @@ class Saver:
     def _row(
         self, record: Record, header: RecordHeader, reservation: Reservation
     ) -> SegmentRow:
-        side_data = record.side_data
-        if self._cipher is not None:
-            side_data = seal_side_data(record.key, side_data, self._cipher)
         return SegmentRow(
             header.segment_key,
             header.parent_key,
@@ -187,8 +229,13 @@ class Saver:
             time.time(),
             1,
             False,
-            side_data,
+            self._sealed_side_data(record),
         )
+
+    def _sealed_side_data(self, record: Record) -> bytes:
+        if self._cipher is None:
+            return record.side_data
+        return seal_side_data(record.key, record.side_data, self._cipher)
 
     def _pause(self, error: Exception) -> None:
         if isinstance(error, diskcache.Timeout):
@@ -205,9 +252,9 @@ class Saver:
         self._paused_until = time.monotonic() + _PAUSE_S
 
 
-def _sync(path: Path) -> None:
+def _sync(path: Path, *, is_root: bool = False) -> None:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        os.fdatasync(file)
+        (os.fsync if is_root else os.fdatasync)(file)
     finally:
         os.close(file)

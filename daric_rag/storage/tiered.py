@@ -80,6 +80,7 @@ class TieredStore:
             partial(_save, host, disk, self._lost),
             max_pending_bytes=max_pending_bytes,
             on_exit=disk.close_thread if disk is not None else lambda: None,
+            on_idle=disk.save_uses if disk is not None else lambda: None,
             hold=host.hold,
             release=host.release,
         )
@@ -137,6 +138,7 @@ class TieredStore:
             if self.disk is not None:
                 # Or the disk would take the records in constant use for the oldest.
                 self.disk.touch(found)
+                self._writer.start()  # It tells the uses.
                 absent = [key for key in distinct if key not in found]
                 found |= self._read_disk(self.disk, absent, fingerprint)
         finally:
@@ -225,9 +227,8 @@ class TieredStore:
 
     def keys(self) -> list[bytes]:
         """A snapshot of the keys held in any tier, each once."""
-        keys = dict.fromkeys(self.disk.keys() if self.disk is not None else ())
-        keys.update(dict.fromkeys(self.host.keys()))
-        return list(keys)
+        on_disk = self.disk.keys() if self.disk is not None else []
+        return list(dict.fromkeys([*on_disk, *self.host.keys()]))
 
     def clear_host(self) -> None:
         """Drop the host copies of records that are on disk, to measure the disk."""

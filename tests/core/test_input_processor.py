@@ -20,6 +20,7 @@ from daric_rag.errors import (
 from daric_rag.input_processor import InputProcessor
 from daric_rag.keys import model_fingerprint
 from daric_rag.plan import plan_request
+from daric_rag.tokenization import TokenCache
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -520,7 +521,7 @@ def test_documents_are_tokenised_once():
 
 
 def test_the_document_cache_drops_the_least_recently_used():
-    cache = input_processor._DocumentCache(capacity_chars=6)
+    cache = TokenCache(capacity_chars=6)
     cache.put("aaa", [1])
     cache.put("bbb", [2])
     assert cache.get("aaa") == [1]

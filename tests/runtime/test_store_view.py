@@ -51,22 +51,24 @@ def test_behind_a_hole_nothing_matches():
 def test_what_was_saved_is_known_without_asking():
     store = Store()
     view = view_of(store)
-    view.learn(ROOT, KEYS[:1])
-    view.learn(ROOT, KEYS[:2])
+    view.learn(KEYS[0], ROOT)
+    view.learn(KEYS[1], KEYS[0])
     assert view.match(ROOT, KEYS[:2]) == 2
     assert store.num_asked == 0
 
 
-def test_a_segment_without_its_ancestors_is_not_noted():
+def test_a_segment_does_not_match_before_its_parent_is_known():
     view = view_of(Store())
-    view.learn(ROOT, KEYS[:2])
+    view.learn(KEYS[1], KEYS[0])
     assert view.match(ROOT, KEYS) == 0
+    view.learn(KEYS[0], ROOT)
+    assert view.match(ROOT, KEYS) == 2
 
 
 def test_what_is_gone_takes_what_hangs_on_it_along():
     view = view_of(Store())
-    for num in (1, 2, 3):
-        view.learn(ROOT, KEYS[:num])
+    for key, parent in zip(KEYS, (ROOT, *KEYS), strict=False):
+        view.learn(key, parent)
     view.forget([KEYS[1], KEYS[2], b"unknown" + bytes(25)])
     assert view.match(ROOT, KEYS) == 1
 
@@ -74,8 +76,8 @@ def test_what_is_gone_takes_what_hangs_on_it_along():
 def test_it_holds_no_more_than_the_store_can():
     view = view_of(Store(), max_bytes=20)
     chains = [segment_keys(ROOT, range(n, n + 4), 4) for n in range(5)]
-    for chain in chains:
-        view.learn(ROOT, chain)
+    for (key,) in chains:
+        view.learn(key, ROOT)
     known = [view.match(ROOT, chain) for chain in chains]
     assert known == [0, 0, 0, 1, 1]
 

@@ -1,0 +1,88 @@
+"""What a step may save, until the worker side reports what it did save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from daric_rag.chunk_plan import SegmentSave
+from daric_rag.document_info import DocumentInfo
+from daric_rag.keys import SegmentKey
+from daric_rag.plan import RequestPlan
+from daric_rag.runtime.store_view import StoreView
+from daric_rag.runtime.tracking import TrackedRequest
+from daric_rag.steps import SaveStep
+
+__all__ = ["PendingSaves"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A segment's parent in the index, its length, and for whom it is saved in place.
+
+    Chunks that are generated are counted by the worker side instead.
+    """
+
+    parent: bytes
+    num_tokens: int
+    owner: TrackedRequest | None = None
+
+
+class PendingSaves:
+    """Scheduler process. Segments that the running step may write to the store."""
+
+    def __init__(self) -> None:
+        self._segments: dict[SegmentKey, _Pending] = {}
+
+    def expect_chunks(self, plan: RequestPlan) -> None:
+        """The chunks of an admitted request may be generated and saved.
+
+        Hits too: one that turns out to be lost is generated and saved again.
+        """
+        for chunk in plan.chunks:
+            parent: bytes = plan.root
+            for index, key in enumerate(chunk.keys):
+                start, end = chunk.segment_span(index)
+                self._segments[key] = _Pending(parent, end - start)
+                parent = key
+
+    def save_in_place(
+        self,
+        tracked: TrackedRequest,
+        plan: RequestPlan,
+        saves: Iterable[SegmentSave],
+        block_ids: Sequence[int],
+        namespace: str,
+    ) -> list[SaveStep]:
+        """Return the work of saving segments of a first chunk from where they lie."""
+        blocks = tuple(block_ids)
+        steps: list[SaveStep] = []
+        for save in saves:
+            key = plan.first_keys[save.index]
+            parent = plan.first_keys[save.index - 1] if save.index else plan.root
+            num_tokens = save.end - save.start
+            self._segments[key] = _Pending(parent, num_tokens, owner=tracked)
+            document = None
+            if save.ends_document:
+                ids = tracked.token_ids[: save.end]
+                document = DocumentInfo.of(ids, plan.first_title, namespace)
+            steps.append(
+                SaveStep(
+                    key, parent, save.index, save.start, save.end, document, blocks
+                )
+            )
+        return steps
+
+    def take_saved(self, keys: Iterable[SegmentKey], view: StoreView) -> None:
+        """The store has these: the view learns them, and their owners' counts grow."""
+        for key in keys:
+            pending = self._segments.get(key)
+            if pending is None:
+                continue
+            view.learn(key, pending.parent)
+            if pending.owner is not None:
+                pending.owner.saved_tokens += pending.num_tokens
+
+    def clear(self) -> None:
+        """The step is over."""
+        self._segments.clear()
