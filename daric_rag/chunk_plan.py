@@ -117,13 +117,15 @@ class ChunkHits:
         chunk: The chunk.
         keys: Its segments' keys.
         max_segment_len: Tokens per segment; the last one may be shorter.
-        num_hit_segments: Leading segments that the index knows.
+        num_hit_segments: Leading segments that are used.
+        exact_records: Whether records hold exactly what was computed.
     """
 
     chunk: CachedChunk
     keys: tuple[SegmentKey, ...]
     max_segment_len: int
     num_hit_segments: int
+    exact_records: bool
 
     @classmethod
     def of(
@@ -133,10 +135,19 @@ class ChunkHits:
         root: ModelFingerprint,
         max_segment_len: int,
         match: MatchSegments,
+        *,
+        exact_records: bool,
     ) -> ChunkHits:
-        """Look a chunk up."""
+        """Look a chunk up.
+
+        Where records are not exact, the rest of a document must not be computed on
+        top of them: what it becomes would depend on what happened to be stored.
+        """
         keys = segment_keys(root, token_ids[chunk.start : chunk.end], max_segment_len)
-        return cls(chunk, keys, max_segment_len, match(keys))
+        num_hits = match(keys)
+        if chunk.ends_document and not exact_records and num_hits < len(keys):
+            num_hits = 0
+        return cls(chunk, keys, max_segment_len, num_hits, exact_records)
 
     @property
     def start(self) -> int:
@@ -176,7 +187,12 @@ class ChunkHits:
         )
 
     def saves(self) -> tuple[SegmentSave, ...]:
-        """Return the missing segments of a prompt's first chunk."""
+        """Return the missing segments of a prompt's first chunk.
+
+        None that would be computed on top of records that are not exact.
+        """
+        if self.num_hit_segments and not self.exact_records:
+            return ()
         stride, last = self.max_segment_len, len(self.keys) - 1
         return tuple(
             SegmentSave(

@@ -7,10 +7,13 @@ wherever the output is JSON.
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO
 
 import typer
 
@@ -26,7 +29,7 @@ from daric_rag.cli_common import (
     store_folder,
 )
 from daric_rag.config import DaricConfig
-from daric_rag.errors import DaricError
+from daric_rag.errors import ConfigError, DaricError
 from daric_rag.store_cli import store_app
 
 if TYPE_CHECKING:
@@ -96,7 +99,7 @@ def demo(
             "machine": machine_facts(),
         }
     if as_json:
-        typer.echo(json.dumps(report, ensure_ascii=False, allow_nan=False))
+        typer.echo(json.dumps(report, allow_nan=False))
     else:
         show_summary(console, outcomes)
     if any(o.broken_claim for outcome in outcomes for o in outcome.outcomes):
@@ -113,12 +116,54 @@ def version() -> None:
 
 
 def main() -> None:
-    """Run the command line; errors of ours are one line, without a traceback."""
+    """Run the command line; what goes wrong is one line, without a traceback."""
     try:
+        _prepare_stdout()
         app()
     except DaricError as error:
-        typer.echo(f"daric: {error}", err=True)
-        sys.exit(1)
+        _fail(str(error))
+    except OSError as error:
+        _fail(_described(error))
+
+
+def _prepare_stdout() -> None:
+    if sys.stdout is None:
+        # Before anything is done: the next file opened would take its number.
+        raise ConfigError(
+            "standard output is closed: send it to /dev/null if it is not wanted"
+        )
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Titles are of any script, and the terminal may know ASCII only.
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _described(error: OSError) -> str:
+    text = " ".join(str(error).split())
+    if error.errno is None or error.filename is not None:
+        return text
+    return (
+        f"reading or writing failed ({error.strerror}): see that standard output can "
+        "be written and has room"
+    )
+
+
+def _fail(message: str) -> NoReturn:
+    with suppress(OSError):
+        typer.echo(f"daric: {message}", err=True)
+    for stream in (sys.stdout, sys.stderr):
+        _give_up_if_broken(stream)
+    sys.exit(1)
+
+
+def _give_up_if_broken(stream: TextIO | None) -> None:
+    """Spare the interpreter's exit a complaint about what cannot be written."""
+    if stream is None:
+        return
+    try:
+        stream.flush()
+    except OSError:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _run_demo(

@@ -33,6 +33,9 @@ KvStorageName = Literal["model", "fp8", "int8"]
 
 GIB = 1024**3
 
+MAX_NAMESPACE_LEN = 256
+"""Characters; a namespace is stored beside every document."""
+
 _CHOICES: dict[str, tuple[str, ...]] = {
     "policy": ("daric", "equal"),
     "mtaf": ("linear", "log", "exp"),
@@ -57,7 +60,8 @@ class DaricConfig:
             ``policy="daric"`` only.
         alignment: ``"exact"`` keeps the caller's token ids; ``"block"`` pads every
             chunk to a block boundary as in section 3.3.1 (this changes the output).
-        namespace: Tenant. Nothing cached in one namespace is visible in another.
+        namespace: Tenant, at most `MAX_NAMESPACE_LEN` characters. Nothing cached in
+            one namespace is visible in another.
         max_segment_len: Longest unit of index and storage, in tokens, at least 1.
         delimiter: Text that separates chunks in delimited prompts, or None when only
             lists of chunks are accepted. It never reaches the model.
@@ -105,6 +109,11 @@ class DaricConfig:
         _check_positive("disk_bytes", self.disk_bytes, unit="bytes")
         _check_ratio("initial_ratio", self.initial_ratio)
         _check_text("namespace", self.namespace)
+        if len(self.namespace) > MAX_NAMESPACE_LEN:
+            raise ConfigError(
+                f"namespace has {len(self.namespace)} characters; it must have at most "
+                f"{MAX_NAMESPACE_LEN}: use an id or a digest"
+            )
         if self.delimiter is not None:
             _check_text("delimiter", self.delimiter, hint=" or None")
         if self.encryption_key_file is not None:

@@ -53,6 +53,11 @@ __all__ = [
 HALF_LIFE_TURNOVERS = 6
 
 
+# "No limit" may be written as a capacity of 2**61. A petabyte's turnover keeps every
+# priority, which grows by a half-life per doubling of uses, inside 64 bits.
+_MAX_TURNOVER = 1 << 50
+
+
 class EvictionPolicy(Protocol):
     """What a segment's uses are worth. Stateless: all state is the priority.
 
@@ -162,7 +167,9 @@ def policy_of(
     if name == "lru":
         return LeastRecentlyUsed()
     if name == "frequency":
-        return FrequencyRecency(HALF_LIFE_TURNOVERS * capacity_bytes)
+        return FrequencyRecency(
+            HALF_LIFE_TURNOVERS * min(capacity_bytes, _MAX_TURNOVER)
+        )
     raise ConfigError(f"eviction policy {name!r} is unknown; use 'frequency' or 'lru'")
 
 

@@ -98,6 +98,7 @@ def plan_request(
     max_segment_len: int,
     match: MatchSegments,
     max_generated_len: int | None = None,
+    exact_records: bool = True,
 ) -> RequestPlan:
     """Decide what is loaded, generated, recomputed and saved for one request.
 
@@ -111,9 +112,18 @@ def plan_request(
         match: The index.
         max_generated_len: Longest chunk that can be generated on its own; a longer
             missing one is computed in full context instead. None: any.
+        exact_records: Whether the store's records hold exactly what was computed, or
+            are quantised.
     """
     chunks = [
-        ChunkHits.of(chunk, token_ids, root, max_segment_len, match)
+        ChunkHits.of(
+            chunk,
+            token_ids,
+            root,
+            max_segment_len,
+            match,
+            exact_records=exact_records,
+        )
         for chunk in cached_chunks(wire, max_segment_len)
     ]
     windows = subtract(_windows_of(wire, chunks, max_generated_len), gpu_prefix_len)

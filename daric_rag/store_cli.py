@@ -16,6 +16,7 @@ from daric_rag.errors import ConfigError
 from daric_rag.store_options import (
     All,
     DryRun,
+    KeyFile,
     ModelPrefix,
     Names,
     Namespace,
@@ -38,7 +39,8 @@ __all__ = ["store_app"]
 
 store_app = typer.Typer(
     help="See what a store holds, and look after it while engines use it.\n\n"
-    "An encrypted store needs its key in DARIC_STORE_KEY or DARIC_STORE_KEY_FILE.",
+    "An encrypted store needs its key in --key-file, DARIC_STORE_KEY_FILE or "
+    "DARIC_STORE_KEY.",
     no_args_is_help=True,
 )
 
@@ -75,11 +77,12 @@ def list_documents(
         int | None, typer.Option(min=1, help="Show so many at most.")
     ] = None,
     store: StorePath = None,
+    key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
     """List documents; "own" is what evicting one alone would free."""
     selection = selection_of(names, title, namespace, model, older_than)
-    with opened(store) as (disk, _):
+    with opened(store, key_file) as (disk, _):
         tree = tree_of(disk)
     chosen = choose(tree, selection, explicit=False)
     shown = sorted(chosen, key=_ORDER[sort])[:limit]
@@ -96,11 +99,13 @@ def list_documents(
 
 
 @store_app.command()
-def stats(store: StorePath = None, as_json: Json = False) -> None:
+def stats(
+    store: StorePath = None, key_file: KeyFile = None, as_json: Json = False
+) -> None:
     """Show sums: documents, bytes, models, namespaces."""
     from daric_rag.storage.admin import store_facts
 
-    with opened(store) as (disk, _):
+    with opened(store, key_file) as (disk, _):
         facts = store_facts(disk, tree_of(disk))
     if as_json:
         print_json(facts)
@@ -121,6 +126,7 @@ def verify(
         bool, typer.Option("--repair", help="Delete damaged records.")
     ] = False,
     store: StorePath = None,
+    key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
     """Read records and check every byte; exit code 1 if any is damaged.
@@ -132,7 +138,7 @@ def verify(
     from daric_rag.storage.admin import verify_segments
 
     selection = selection_of(names, title, namespace, model, older_than)
-    with opened(store, writes=repair) as (disk, _):
+    with opened(store, key_file, writes=repair) as (disk, _):
         tree = tree_of(disk)
         rows = tree.segments_of(choose(tree, selection, explicit=False))
         with progress_bar(make_console(stderr=True), "verifying") as bar:
@@ -158,6 +164,7 @@ def pin(
     older_than: OlderThan = None,
     everything: All = False,
     store: StorePath = None,
+    key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
     """Keep documents from eviction, whoever makes room, until they are unpinned."""
@@ -165,6 +172,7 @@ def pin(
         True,
         selection_of(names, title, namespace, model, older_than, everything),
         store,
+        key_file,
         as_json,
     )
 
@@ -178,6 +186,7 @@ def unpin(
     older_than: OlderThan = None,
     everything: All = False,
     store: StorePath = None,
+    key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
     """Let pinned documents be evicted again."""
@@ -185,6 +194,7 @@ def unpin(
         False,
         selection_of(names, title, namespace, model, older_than, everything),
         store,
+        key_file,
         as_json,
     )
 
@@ -200,6 +210,7 @@ def evict(
     dry_run: DryRun = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     store: StorePath = None,
+    key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
     """Delete documents; what others share with them, and pinned ones, stay."""
@@ -207,7 +218,7 @@ def evict(
     from daric_rag.storage.admin import carry_out, plan_eviction
 
     selection = selection_of(names, title, namespace, model, older_than, everything)
-    with opened(store, writes=not dry_run) as (disk, _):
+    with opened(store, key_file, writes=not dry_run) as (disk, _):
         tree = tree_of(disk)
         plan = plan_eviction(tree, choose(tree, selection))
         if plan.pinned and selection.names:
@@ -215,7 +226,8 @@ def evict(
                 f"{plan.pinned[0].key.hex()[:12]} is pinned: `daric store unpin` it "
                 "first"
             )
-        if everything and plan.documents and not (dry_run or yes):
+        sweeping = everything or selection.is_unlimited
+        if sweeping and plan.documents and not (dry_run or yes):
             _confirm(len(plan.documents), str(disk.directory))
         freed = plan.nbytes if dry_run else carry_out(disk, plan)
     if as_json:
@@ -225,11 +237,16 @@ def evict(
 
 
 @store_app.command()
-def gc(dry_run: DryRun = False, store: StorePath = None, as_json: Json = False) -> None:
+def gc(
+    dry_run: DryRun = False,
+    store: StorePath = None,
+    key_file: KeyFile = None,
+    as_json: Json = False,
+) -> None:
     """Give back what ended processes left: files without a record and the reverse."""
     from daric_rag.evaluation.store_report import reclaimed_lines
 
-    with opened(store, writes=not dry_run) as (disk, _):
+    with opened(store, key_file, writes=not dry_run) as (disk, _):
         reclaimed = disk.reclaim(dry_run=dry_run)
     if as_json:
         print_json({"dry_run": dry_run, **asdict(reclaimed)})
@@ -238,9 +255,13 @@ def gc(dry_run: DryRun = False, store: StorePath = None, as_json: Json = False) 
 
 
 def _set_pinned(
-    pinned: bool, selection: Selection, store: str | None, as_json: bool
+    pinned: bool,
+    selection: Selection,
+    store: str | None,
+    key_file: str | None,
+    as_json: bool,
 ) -> None:
-    with opened(store, writes=True) as (disk, _):
+    with opened(store, key_file, writes=True) as (disk, _):
         chosen = choose(tree_of(disk), selection)
         keys = [document.key for document in chosen]
         num_changed = disk.pin(keys) if pinned else disk.unpin(keys)
@@ -253,8 +274,10 @@ def _set_pinned(
 
 
 def _confirm(num_documents: int, directory: str) -> None:
-    if not sys.stdin.isatty():
-        raise ConfigError("evict --all asks on a terminal; from a script, add --yes")
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise ConfigError(
+            "evicting everything asks on a terminal: from a script, add --yes"
+        )
     typer.confirm(
         f"Delete all {num_documents} documents in {directory}?", abort=True, err=True
     )

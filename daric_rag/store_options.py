@@ -24,6 +24,7 @@ __all__ = [
     "All",
     "DiskBytes",
     "DryRun",
+    "KeyFile",
     "ModelPrefix",
     "Names",
     "Namespace",
@@ -47,6 +48,14 @@ StorePath = Annotated[
         metavar="PATH",
         help="The store's folder.",
         show_default="daric_rag/store in the user's cache folder",
+    ),
+]
+KeyFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        help="File of the store's key, if it is encrypted and no variable has it.",
+        show_default=False,
     ),
 ]
 Names = Annotated[
@@ -90,10 +99,20 @@ def selection_of(
     older_than: str | None,
     everything: bool = False,
 ) -> Selection:
-    """Return the options of a command as one value."""
+    """Return the options of a command as one value.
+
+    Raises:
+        ConfigError: If one of them is empty, or no time.
+    """
     from daric_rag.evaluation.units import parse_duration
     from daric_rag.storage.document_selection import Selection
 
+    for name in names or ():
+        _refuse_empty("DOCUMENT", name)
+    _refuse_empty("--title", title)
+    _refuse_empty("--namespace", namespace)
+    _refuse_empty("--model", model)
+    _refuse_empty("--older-than", older_than)
     return Selection(
         names=tuple(names or ()),
         title=title,
@@ -137,6 +156,7 @@ def choose(
 @contextmanager
 def opened(
     store: str | None,
+    key_file: str | None,
     *,
     disk_bytes: int | None = None,
     writes: bool = False,
@@ -145,17 +165,21 @@ def opened(
 
     Args:
         store: Its folder; None for the user's own.
+        key_file: Of the key that it is encrypted with; None for the environment's.
         disk_bytes: Budget for what will be written.
         writes: Whether a store that can only be read is of no use.
 
     Raises:
+        ConfigError: If an option is empty, or two keys are given.
         StoreError: If there is none, or it cannot be opened or written.
     """
     from daric_rag.storage import default_store_path
     from daric_rag.storage.admin import NO_LIMIT, open_existing
     from daric_rag.storage.cipher import load_cipher
 
-    cipher = load_cipher()
+    _refuse_empty("--store", store)
+    _refuse_empty("--key-file", key_file)
+    cipher = load_cipher(key_file)
     disk = open_existing(
         default_store_path() if store is None else store,
         capacity_bytes=disk_bytes or NO_LIMIT,
@@ -166,6 +190,12 @@ def opened(
         yield disk, cipher
     finally:
         disk.close()
+
+
+def _refuse_empty(option: str, text: str | None) -> None:
+    """Refuse what an unset variable of a shell leaves: it selects what nobody meant."""
+    if text is not None and not text:
+        raise ConfigError(f"{option} is empty: give it a value or leave it out")
 
 
 def print_json(value: dict[str, Any]) -> None:

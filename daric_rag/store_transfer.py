@@ -14,6 +14,7 @@ from daric_rag.store_options import (
     DEFAULT_DISK_BYTES,
     All,
     DiskBytes,
+    KeyFile,
     ModelPrefix,
     Names,
     Namespace,
@@ -42,6 +43,7 @@ def export_file(
         bool, typer.Option("--overwrite", help="Replace a file of that name.")
     ] = False,
     store: StorePath = None,
+    key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
     """Write documents to one file, for `daric store import` elsewhere.
@@ -53,7 +55,7 @@ def export_file(
     from daric_rag.storage.archive import export_documents
 
     selection = selection_of(names, title, namespace, model, older_than, everything)
-    with opened(store) as (disk, cipher):
+    with opened(store, key_file) as (disk, cipher):
         tree = tree_of(disk)
         chosen = choose(tree, selection)
         with progress_bar(make_console(stderr=True), "exporting") as bar:
@@ -87,6 +89,7 @@ def import_file(
         typer.Option(help="The archive's key, if it is sealed with another."),
     ] = None,
     store: StorePath = None,
+    key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
     """Add the documents of a file to a store; each record is checked for damage.
@@ -105,8 +108,8 @@ def import_file(
             "--evict needs --disk-bytes: a store larger than its default would be "
             "evicted down to that"
         )
-    budget = parse_bytes(disk_bytes or DEFAULT_DISK_BYTES)
-    with opened(store, disk_bytes=budget, writes=True) as (disk, cipher):
+    budget = parse_bytes(DEFAULT_DISK_BYTES if disk_bytes is None else disk_bytes)
+    with opened(store, key_file, disk_bytes=budget, writes=True) as (disk, cipher):
         if archive_key_file is not None:
             cipher = load_cipher(archive_key_file, environ={})
         with progress_bar(make_console(stderr=True), "importing") as bar:

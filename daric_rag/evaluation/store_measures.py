@@ -20,7 +20,7 @@ from daric_rag.storage.format import (
     body_checksum,
     payload_len_of,
 )
-from daric_rag.storage.io_pool import ReadPool, num_usable_cores
+from daric_rag.storage.read_pool import ReadPool, num_usable_cores
 
 __all__ = ["StoreMeasures", "StoreShape"]
 

@@ -98,6 +98,9 @@ class BlockFiller:
             records = self._read_hits(step.chunks)
             for chunk in step.chunks:
                 loaded = _leading(records, chunk)
+                if len(loaded) < len(chunk.keys) and not self._mover.exact_records:
+                    # As the plan has it: nothing is computed on top of such records.
+                    loaded = []
                 self._note_lost(step, chunk, len(loaded))
                 if len(loaded) == len(chunk.keys):
                     self._place(loaded, step, chunk)

@@ -12,8 +12,9 @@ K, V and codes are ``[num_layers, num_tokens, num_kv_heads, head_dim]``, scales
 A vector is one token's K or V of one head in one layer. Its scale, float16, is its
 largest magnitude, and an element is ``code / max_code * scale`` with a `max_code` of
 127 for int8 and 448 for e4m3. Largest magnitudes rather than steps, because bfloat16
-and float16 models' are stored without rounding: what a record gives, stored again, is
-the same record. Beyond float16's range (65,504) elements are clipped.
+and float16 models' are stored without rounding (above 6e-5, where float16 is normal):
+what a record gives, stored again, is the same record. Beyond float16's range (65,504)
+elements are clipped.
 
 An element is off by half a code at most: by ``scale / 254`` for int8; for e4m3 by
 1/16 of itself, or by ``scale / 458_752`` if that is more. A float32 model's scales are

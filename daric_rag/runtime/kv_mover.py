@@ -28,6 +28,9 @@ class KvMover:
 
     A store that fails is a store without records: it costs time, and must not end an
     engine that can compute everything anew. Nothing here raises for it.
+
+    Attributes:
+        exact_records: Whether records hold exactly what was computed.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class KvMover:
         self._store, self._layout, self._reencoder = store, layout, reencoder
         self._shape, self._codec = shape, codec
         self._fingerprint, self._device = fingerprint, device
+        self.exact_records = codec.dtype_name == shape.dtype_name
         self._protected: Sequence[SegmentKey] = ()
         self._warned: set[str] = set()
 

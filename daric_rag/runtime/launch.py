@@ -7,7 +7,7 @@ import difflib
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from daric_rag.config import DaricConfig
@@ -90,10 +90,8 @@ def build_engine(
         engine = _start(model, store, config, options)
         return _facts(engine)
     except BaseException as error:
-        if engine is not None:
-            engine.engine_core.shutdown()
-        release_process_state()
-        _one_engine.release()
+        with suppress(Exception):  # what went wrong first is what matters
+            drop_engine(engine)
         if isinstance(error, DaricError):
             raise
         if isinstance(error, ValueError | TypeError | NotImplementedError):
@@ -112,13 +110,16 @@ def _facts(engine: Any) -> EngineFacts:
     )
 
 
-def drop_engine(engine: Any) -> None:
+def drop_engine(engine: Any | None) -> None:
     """Stop an engine; its memory goes with the last reference to it."""
     try:
-        engine.engine_core.shutdown()
+        if engine is not None:
+            engine.engine_core.shutdown()
     finally:
-        release_process_state()
-        _one_engine.release()
+        try:
+            release_process_state()
+        finally:
+            _one_engine.release()
 
 
 def _start(

@@ -88,6 +88,7 @@ class SchedulerSide:
             max_segment_len=self._config.max_segment_len,
             max_generated_len=self._pool.max_generated_len(tracked.wire.prompt_len),
             match=lambda keys: self._view.match(root, keys),
+            exact_records=self._config.kv_storage == "model",
         )
         chunk_lens = [chunk.num_tokens for chunk in plan.chunks]
         if self._must_wait(tracked, plan) or (

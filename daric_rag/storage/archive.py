@@ -119,8 +119,12 @@ def export_documents(
         on_record: Called after every record.
 
     Raises:
-        StoreError: If there is such a file, or it cannot be written.
+        StoreError: If there is such a file, or anything else of that name, or it
+            cannot be written.
     """
+    # Not what a link leads to: the link itself, or a device, is what would go.
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise StoreError(f"{path} is there and no regular file: choose another name")
     if path.exists() and not overwrite:
         raise StoreError(f"{path} exists: choose another name, or pass --overwrite")
     rows = tree.segments_of(documents)

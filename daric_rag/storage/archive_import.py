@@ -5,8 +5,8 @@ wrote the file may have put false keys and values under any document's key, whic
 the answers about it. No more than that: records that the store has are not replaced,
 and nothing in the file is extracted to a path. Its records are read one at a time, each
 verified like one of the store's own files and no larger in memory than it is in the
-file; a damaged one costs itself alone, for the next member's header is looked for behind
-it.
+file; a damaged one costs itself alone, for behind it the next member's header is looked
+for.
 """
 
 import json

@@ -1,11 +1,12 @@
 """What the disk tier knows of its records without asking: a replica of the index."""
 
+import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from daric_rag.eviction import EvictionPolicy
 from daric_rag.index import SegmentIndex
@@ -54,13 +55,7 @@ class Catalog:
         self._uses: dict[bytes, Uses] = {}
         self._held: Counter[bytes] = Counter()
         self._evicted: deque[bytes] = deque(maxlen=_MAX_EVICTED)
-        self._counts: Final[dict[Count, int]] = {
-            "hits": 0,
-            "misses": 0,
-            "corrupt": 0,
-            "evicted": 0,
-            "failed_writes": 0,
-        }
+        self._counts: Final[dict[Count, int]] = dict.fromkeys(get_args(Count), 0)
         self._lock = threading.RLock()
 
     @property
@@ -135,28 +130,35 @@ class Catalog:
         """Forget a record; harmless if it is absent."""
         with self._lock:
             if self._files.pop(key, None) is not None:
+                # A pin goes with its row, for every process.
+                if (info := self._index.info(SegmentKey(key))) and info.pins:
+                    self._index.unpin([SegmentKey(key)])
                 self._index.discard(SegmentKey(key))
                 self._uses.pop(key, None)
                 if is_evicted:
                     self._evicted.append(key)
 
-    def choose_victims(self, nbytes: int) -> list[bytes] | None:
+    def choose_victims(
+        self, nbytes: int, limit: int = sys.maxsize
+    ) -> list[bytes] | None:
         """Choose whole documents to evict, each from its last segment on.
 
         Returns:
-            Keys that free at least `nbytes`, still here; None if there is not as
-            much that is neither pinned nor held.
+            Keys that free at least `nbytes`, still here, or the first `limit` of
+            them; None if there is not as much that is neither pinned nor held.
         """
         with self._lock:
             chosen: list[tuple[SegmentKey, SegmentInfo]] = []
-            while nbytes > 0 and (document := self._index.victims()):
+            while nbytes > 0 and len(chosen) < limit:
+                if not (document := self._index.victims()):
+                    break
                 for key in document:
                     info = self._index.info(key)
                     assert info is not None
                     chosen.append((key, info))
                     self._index.discard(key)
                     nbytes -= info.nbytes
-                    if nbytes <= 0:
+                    if nbytes <= 0 or len(chosen) == limit:
                         break
             for key, info in reversed(chosen):
                 self._index.add(
@@ -169,7 +171,8 @@ class Catalog:
                     uses=info.uses,
                     pins=info.pins,
                 )
-            return [key for key, _ in chosen] if nbytes <= 0 else None
+            is_all = nbytes <= 0 or len(chosen) == limit
+            return [key for key, _ in chosen] if is_all else None
 
     def tails_first(self, keys: Iterable[bytes]) -> list[bytes]:
         """Order keys so that no segment comes before one that hangs on it."""

@@ -27,17 +27,18 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import diskcache
 
-from daric_rag.errors import StoreError
 from daric_rag.storage.index_reader import (
     DATABASE_NAME,
+    FINISHED,
     LOCK_TIMEOUT_S,
     IndexReader,
     ReadOnlyDatabase,
 )
+from daric_rag.storage.inert_disk import RecordDisk
 from daric_rag.storage.rows import (
     MAX_INT,
     MODE_RECORD,
@@ -64,33 +65,6 @@ DATABASE_ERRORS: Final = (sqlite3.Error, diskcache.Timeout)
 
 # Who sleeps through more deletions than this reads all rows anew.
 _NUM_DELETED_KEPT: Final = 100_000
-
-
-class RecordDisk(diskcache.Disk):  # type: ignore[misc]
-    """diskcache's serialisation, switched off: nothing is ever pickled or followed.
-
-    The default class unpickles what it finds (advisory GHSA-w8v5-vhqr-4h9v) and
-    opens and deletes whatever path a row names. Rows and files are ours.
-    """
-
-    def put(self, key: object) -> tuple[object, bool]:
-        """Refuse."""
-        raise StoreError("records are stored by DiskTier.write only")
-
-    def get(self, key: object, raw: object) -> bytes:
-        """Return nothing of what the row holds."""
-        return b""
-
-    def store(self, value: object, read: bool, key: object = None) -> Any:
-        """Refuse."""
-        raise StoreError("records are stored by DiskTier.write only")
-
-    def fetch(self, mode: object, filename: object, value: object, read: bool) -> bytes:
-        """Return nothing of what the row names."""
-        return b""
-
-    def remove(self, file_path: object) -> None:
-        """Leave the file alone."""
 
 
 class RecordDatabase(IndexReader, diskcache.Cache):  # type: ignore[misc]
@@ -139,6 +113,25 @@ class RecordDatabase(IndexReader, diskcache.Cache):  # type: ignore[misc]
         (found,) = self._sql(f"PRAGMA {pragma}(1)").fetchone()
         if found != "ok":
             raise sqlite3.DatabaseError(str(found))
+
+    def finish(self) -> None:
+        """Make sure of the sum of all sizes, and say that the index is complete.
+
+        diskcache's triggers keep that sum and nobody ever counts again, but the
+        budget rests on it.
+        """
+        query = (
+            "SELECT value, (SELECT TOTAL(size) FROM Cache)"
+            " FROM Settings WHERE key = 'size'"
+        )
+        stored, counted = self._sql(query).fetchone() or (None, None)
+        if stored != counted or type(stored) is not int:
+            self._sql(
+                "INSERT OR REPLACE INTO Settings"
+                " SELECT 'size', CAST(TOTAL(size) AS INTEGER) FROM Cache"
+            )
+        if not self.is_finished():
+            self._sql(f"PRAGMA user_version = {FINISHED}")
 
     @contextmanager
     def changing(self) -> Iterator[Change]:

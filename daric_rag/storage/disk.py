@@ -16,7 +16,6 @@ nothing and stores nothing; the child opens one of its own.
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -26,11 +25,11 @@ from daric_rag.storage.arena import plain_buffer
 from daric_rag.storage.base import Record, TierStats
 from daric_rag.storage.cipher import RecordCipher
 from daric_rag.storage.database import DATABASE_ERRORS, SegmentRow
-from daric_rag.storage.format import KEY_LEN, RecordError
+from daric_rag.storage.format import RecordError
+from daric_rag.storage.index_faults import reason_of
 from daric_rag.storage.ledger import Ledger
-from daric_rag.storage.reader import Reader
+from daric_rag.storage.reader import Reader, check_key
 from daric_rag.storage.reclaiming import Reclaimed, reclaim
-from daric_rag.storage.record_file import open_side_data
 from daric_rag.storage.saver import Saver
 from daric_rag.storage.shared_index import SharedIndex
 
@@ -72,7 +71,6 @@ class DiskTier:
     ) -> None:
         self._directory = Path(directory).expanduser().absolute()
         self._capacity_bytes = capacity_bytes
-        self._cipher = cipher
         self._process = os.getpid()
         order = policy_of(policy, capacity_bytes)
         key_id = cipher.key_id if cipher else None
@@ -112,6 +110,10 @@ class DiskTier:
         """Whether `read` would probably hit; reads no payload, touches nothing."""
         return self._is_usable() and self._index.find(key) is not None
 
+    def knows(self, key: bytes) -> bool:
+        """`contains` as far as this process knows: no SQL, no waiting."""
+        return self._is_usable() and self._catalog.find(key) is not None
+
     def read(self, key: bytes, fingerprint: bytes) -> Record | None:
         """Return a verified record in a buffer of its own; None is a miss."""
         return self.read_many([key], fingerprint)[0]
@@ -121,7 +123,7 @@ class DiskTier:
     ) -> list[Record | None]:
         """`read` for several keys, their files side by side, in the keys' order."""
         for key in keys:
-            _check_key(key)
+            check_key(key)
         if not self._is_usable():
             return [None] * len(keys)
         return self._reader.read_many(keys, fingerprint)
@@ -134,7 +136,7 @@ class DiskTier:
         Raises:
             StoreError: If the record exceeds the whole budget.
         """
-        _check_key(record.key)
+        check_key(record.key)
         if self._is_usable():
             self._saver.write(record)
 
@@ -208,15 +210,10 @@ class DiskTier:
             rows = self._index.rows() if self._is_usable() else []
         except DATABASE_ERRORS as error:
             raise StoreError(
-                f"the index in {self._directory} cannot be read ({error}): open the "
-                "store again to make it anew"
+                f"the index in {self._directory} cannot be read ({reason_of(error)}): "
+                "open the store again to make it anew"
             ) from error
-        if self._cipher is None:
-            return rows
-        return [
-            replace(row, side_data=open_side_data(row.key, row.side_data, self._cipher))
-            for row in rows
-        ]
+        return self._reader.with_open_side_data(rows)
 
     def verify(self, key: bytes) -> RecordError | OSError | None:
         """Read a record and say what is wrong with it; deletes and counts nothing."""
@@ -238,14 +235,9 @@ class DiskTier:
             StoreError: If the store cannot be changed.
         """
         try:
-            if self.read_only and not dry_run:
-                raise PermissionError("it was opened for reading only")
             done = reclaim(self._index, self._ledger, dry_run=dry_run)
         except (OSError, *DATABASE_ERRORS) as error:
-            raise StoreError(
-                f"the store in {self._directory} cannot be changed ({error}): make it "
-                "writable, or try again when other processes are done"
-            ) from error
+            raise self._refusal(error) from error
         self._saver.resume()
         return done
 
@@ -282,19 +274,22 @@ class DiskTier:
         try:
             return self._ledger.set_pinned(keys, pinned) if self._is_usable() else 0
         except DATABASE_ERRORS as error:
-            word = "pinned" if pinned else "unpinned"
-            raise StoreError(
-                f"nothing can be {word} in {self._directory} ({error}): make it "
-                "writable"
-            ) from error
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: Exception) -> StoreError:
+        return StoreError(
+            f"the store in {self._directory} cannot be changed ({reason_of(error)}): "
+            "make it writable, or try again"
+        )
 
     def save_uses(self) -> None:
-        """Let other processes know what was used here; flushing does as well."""
+        """Let others know what was used here, and learn of them; to be called at times.
+
+        Requests do not wait for the index, so this also deletes what they found
+        damaged. Flushing and writing do as well.
+        """
         if self._is_usable() and not self.read_only:
             with suppress(OSError, *DATABASE_ERRORS):
                 self._ledger.save_uses()
-
-
-def _check_key(key: object) -> None:
-    if type(key) is not bytes or len(key) != KEY_LEN:
-        raise StoreError(f"a key must be {KEY_LEN} bytes: pass a SegmentKey")
+        elif self._is_usable():
+            self._index.learn()

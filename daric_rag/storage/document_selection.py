@@ -26,7 +26,8 @@ class Selection:
         title: Pattern of the whole title, as in a shell (``*``, ``?``, ``[...]``);
             upper and lower case are the same.
         namespace: The tenant.
-        model: Beginning of the model's fingerprint in hex.
+        model: Beginning of the model's fingerprint in hex, `MIN_PREFIX_LEN` digits at
+            least.
         unused_for_s: Seconds since the last use, at least.
         all: Every document that the rest lets through.
     """
@@ -43,6 +44,17 @@ class Selection:
         """Whether nothing at all is given."""
         return self == Selection()
 
+    @property
+    def is_unlimited(self) -> bool:
+        """Whether whatever a store holds is meant, however that was said."""
+        return (
+            not self.names
+            and self.namespace is None
+            and self.model is None
+            and (self.title is None or set(self.title) == {"*"})
+            and (self.unused_for_s is None or self.unused_for_s <= 0)
+        )
+
 
 def select(
     documents: Iterable[Document], selection: Selection, *, now: float
@@ -55,8 +67,8 @@ def select(
         now: Seconds since 1970.
 
     Raises:
-        ConfigError: If a name is too short, no hex text, or not the beginning of
-            exactly one document among those that satisfy the rest.
+        ConfigError: If a name or the model is too short or no hex text, or a name not
+            the beginning of exactly one document among those that satisfy the rest.
     """
     satisfies = _filter_of(selection, now)
     chosen = [d for d in documents if satisfies(d)]
@@ -68,8 +80,14 @@ def select(
 
 
 def _filter_of(selection: Selection, now: float) -> Callable[[Document], bool]:
-    model = (selection.model or "").lower()
-    title = re.compile(fnmatch.translate((selection.title or "*").casefold()))
+    model = "" if selection.model is None else selection.model.lower()
+    if selection.model is not None and not _is_prefix(model):
+        raise ConfigError(
+            f"{selection.model!r} names no model: give {MIN_PREFIX_LEN} or more hex "
+            "digits of its fingerprint, as `daric store stats` shows it"
+        )
+    pattern = "*" if selection.title is None else selection.title
+    title = re.compile(fnmatch.translate(pattern.casefold()))
     age = selection.unused_for_s
 
     def satisfies(document: Document) -> bool:
@@ -81,6 +99,11 @@ def _filter_of(selection: Selection, now: float) -> Callable[[Document], bool]:
         )
 
     return satisfies
+
+
+def _is_prefix(text: str) -> bool:
+    """Whether this can be the beginning of a hash: too few digits say too little."""
+    return re.fullmatch(rf"[0-9a-f]{{{MIN_PREFIX_LEN},}}", text) is not None
 
 
 class _Names:
@@ -98,7 +121,7 @@ class _Names:
     def find(self, name: str) -> int:
         """Return the position of the one document whose name begins so."""
         prefix = name.lower()
-        if len(prefix) < MIN_PREFIX_LEN or not re.fullmatch(r"[0-9a-f]+", prefix):
+        if not _is_prefix(prefix):
             raise ConfigError(
                 f"{name!r} names no document: give {MIN_PREFIX_LEN} or more hex digits "
                 "of its hash or key, or --title PATTERN"

@@ -10,6 +10,7 @@ from diskcache.core import DBNAME
 
 from daric_rag.storage.rows import (
     COLUMNS,
+    MAX_INT,
     MODE_RECORD,
     MODE_RESERVED,
     RESERVED_KEYS,
@@ -17,12 +18,20 @@ from daric_rag.storage.rows import (
     SegmentRow,
     State,
     decode_rows,
+    is_reservation,
 )
 
-__all__ = ["DATABASE_NAME", "LOCK_TIMEOUT_S", "IndexReader", "ReadOnlyDatabase"]
+__all__ = [
+    "DATABASE_NAME",
+    "FINISHED",
+    "LOCK_TIMEOUT_S",
+    "IndexReader",
+    "ReadOnlyDatabase",
+]
 
 DATABASE_NAME: Final[str] = DBNAME
 LOCK_TIMEOUT_S: Final = 10.0
+FINISHED: Final = 1
 
 
 class IndexReader:
@@ -39,16 +48,34 @@ class IndexReader:
         except OSError:
             return False
 
+    def is_same_file(self, other: "IndexReader") -> bool:
+        """Whether another connection is to the same file."""
+        return os.path.samestat(self._identity, other._identity)
+
     def state(self) -> State:
-        """Return how far the index has come."""
-        return State(
-            *self._sql("SELECT changes, clock, forgotten FROM daric_state").fetchone()
-        )
+        """Return how far the index has come.
+
+        Raises:
+            sqlite3.DatabaseError: If what it holds cannot be that.
+        """
+        query = "SELECT changes, clock, forgotten FROM daric_state"
+        return State(*(self._sql(query).fetchone() or (None, None, None)))
 
     def total_bytes(self) -> int:
-        """Bytes of all records and reservations."""
+        """Bytes of all records and reservations.
+
+        Raises:
+            sqlite3.DatabaseError: If the index holds no such number.
+        """
         query = "SELECT value FROM Settings WHERE key = 'size'"
-        return int(self._sql(query).fetchone()[0])
+        (value,) = self._sql(query).fetchone() or (None,)
+        if type(value) is not int or not 0 <= value < MAX_INT:
+            raise sqlite3.DatabaseError(f"its size is given as {value!r}")
+        return value
+
+    def is_finished(self) -> bool:
+        """Whether it was made to its end, see `RecordDatabase.finish`."""
+        return bool(self._sql("PRAGMA user_version").fetchone()[0] == FINISHED)
 
     def rows(self, broken: list[int]) -> Iterator[SegmentRow]:
         """Iterate over all records; ids of rows that are not ours go to `broken`."""
@@ -81,7 +108,8 @@ class IndexReader:
             " WHERE key >= ? AND key < ? AND raw = 1 AND mode = ?"
         )
         bounds = (*RESERVED_KEYS, MODE_RESERVED)
-        return [Reservation(*row) for row in self._sql(query, bounds)]
+        rows = self._sql(query, bounds)
+        return [Reservation(*row) for row in rows if is_reservation(*row)]
 
 
 class ReadOnlyDatabase(IndexReader):
@@ -100,14 +128,29 @@ class ReadOnlyDatabase(IndexReader):
         self._connection = self._connect()
         self._sql = self._connection.execute
 
+    def is_current(self) -> bool:
+        """Whether the file is the one in the folder, and shows what that holds."""
+        if not super().is_current():
+            return False
+        if not self._is_immutable:
+            return True
+        # SQLite believes what it was told and would go on with the pages it has.
+        before = self._identity
+        try:
+            now = self._path.stat()
+        except OSError:
+            return False
+        return (now.st_mtime_ns, now.st_size) == (before.st_mtime_ns, before.st_size)
+
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
 
     def _connect(self) -> sqlite3.Connection:
         # A journal that is not there cannot be made in a folder that cannot be
-        # written: then nobody else writes it either, and the file alone is all.
+        # written. Then the file alone is all; who can write it changes its time.
         for mode in ("mode=ro", "immutable=1"):
+            self._is_immutable = mode == "immutable=1"
             connection = sqlite3.connect(
                 f"{self._path.as_uri()}?{mode}",
                 uri=True,
@@ -121,6 +164,6 @@ class ReadOnlyDatabase(IndexReader):
             except sqlite3.OperationalError as error:
                 connection.close()
                 words = ("unable to open", "readonly")
-                if mode == "immutable=1" or not any(w in str(error) for w in words):
+                if self._is_immutable or not any(w in str(error) for w in words):
                     raise
         raise AssertionError("unreachable")

@@ -1,13 +1,13 @@
-"""Threads for the store's input and output: one writes behind, a few read."""
+"""The thread that writes behind."""
 
 import logging
 import os
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Final, TypeVar
+from typing import Final
 
 from daric_rag.errors import StoreError
 from daric_rag.storage.base import Record
@@ -20,8 +20,17 @@ _MAX_YIELD_S: Final = 0.1
 
 _IDLE_INTERVAL_S: Final = 5.0
 
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
+
+_live: "weakref.WeakSet[WriteBehind]" = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for writer in list(_live):
+        writer.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)
 
 
 class WriteBehind:
@@ -69,6 +78,8 @@ class WriteBehind:
         self._closing = self._congested = False
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
+        self._is_abandoned = False
+        _live.add(self)
 
     @property
     def failures(self) -> int:
@@ -82,7 +93,7 @@ class WriteBehind:
 
     def start(self) -> None:
         """Start the thread before anything is queued, for what it does when idle."""
-        if self._thread is None:
+        if self._thread is None and not self._is_abandoned:
             # Where no thread can be started, nothing is to fail that needs none.
             with self._changed, suppress(RuntimeError):
                 if not self._closing:
@@ -103,6 +114,8 @@ class WriteBehind:
         with self._changed:
             if self._closing:
                 raise StoreError("the store is closed: open it again to write")
+            if self._is_abandoned:
+                return False
             if record.key in self._pending:
                 return True
             # Once somebody has waited in vain, nobody does until there is room again:
@@ -159,6 +172,16 @@ class WriteBehind:
         # A garbage collection inside the thread itself may end up here.
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+
+    def abandon(self) -> None:
+        """In a forked child: the thread is gone, and what is queued is the parent's.
+
+        Nothing is written from here; whatever would wait for it returns at once.
+        """
+        self._changed = threading.Condition()  # the old one may be held for ever
+        self._pending, self._pending_bytes = OrderedDict(), 0
+        self._thread = self._writing = None
+        self._is_abandoned = True
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         with self._changed:
@@ -247,46 +270,3 @@ class WriteBehind:
             or self._closing
             or 2 * self._pending_bytes > self._max_pending_bytes
         )
-
-
-class ReadPool:
-    """Runs a function over items in a few threads, started when first needed.
-
-    Reading a file and hashing release the GIL, so records read side by side.
-
-    Args:
-        num_threads: Threads; by default one per usable core, four at most.
-    """
-
-    def __init__(self, num_threads: int | None = None) -> None:
-        self._num_threads = num_threads or min(4, num_usable_cores())
-        self._executor: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
-
-    def map(
-        self, function: Callable[[_Item], _Result], items: Sequence[_Item]
-    ) -> list[_Result]:
-        """Apply `function`, in the calling thread where threads bring nothing."""
-        if len(items) < 2 or self._num_threads < 2:
-            return [function(item) for item in items]
-        with self._lock:
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(
-                    self._num_threads, thread_name_prefix="daric-read"
-                )
-            executor = self._executor
-        return list(executor.map(function, items))
-
-    def close(self) -> None:
-        """End the threads; a later `map` starts them anew."""
-        with self._lock:
-            executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.shutdown()
-
-
-def num_usable_cores() -> int:
-    """Cores that this process may run on, which a container may limit."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -6,6 +6,8 @@ exceed the budget, whoever writes at the same time, and whoever dies when.
 """
 
 import itertools
+import sys
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,37 +17,26 @@ from typing import Final
 from daric_rag.eviction import EvictionPolicy
 from daric_rag.storage.database import (
     DATABASE_ERRORS,
-    Change,
     RecordDatabase,
     Reservation,
     SegmentRow,
 )
 from daric_rag.storage.names import new_record_name
-from daric_rag.storage.record_file import TEMPORARY_SUFFIX
+from daric_rag.storage.removal import NoRoomError, Removal
 from daric_rag.storage.shared_index import SharedIndex
-from daric_rag.storage.writer_lock import WriterLock, bury_dead, is_dead
+from daric_rag.storage.writer_lock import WriterLock, bury_dead
 
 __all__ = ["Ledger", "NoRoomError"]
 
 # A few milliseconds' worth: others wait meanwhile.
 _USES_PER_TRANSACTION: Final = 200
 _DELETIONS_PER_TRANSACTION: Final = 100
-
-
-class NoRoomError(Exception):
-    """Nothing more may be evicted.
-
-    Attributes:
-        is_passing: Whether records on their way take up room that may come back.
-    """
-
-    def __init__(self, *, is_passing: bool) -> None:
-        super().__init__("all records are pinned or in use")
-        self.is_passing = is_passing
+# Between such transactions: longer than others sleep until they try again.
+_GAP_S: Final = 0.002
 
 
 class Ledger:
-    """Reserves, publishes and deletes records. A method is a short transaction or some.
+    """Reserves, publishes and deletes records, in one short transaction or several.
 
     Args:
         index: The store's index.
@@ -58,6 +49,7 @@ class Ledger:
     ) -> None:
         self._index = index
         self._catalog = index.catalog
+        self._removal = Removal(index)
         self._directory = index.directory
         self._capacity_bytes = capacity_bytes
         self._policy = policy
@@ -70,7 +62,7 @@ class Ledger:
 
     def path(self, filename: str) -> Path:
         """A record's file."""
-        return self._directory / filename
+        return self._removal.path(filename)
 
     def reserve(self, key: bytes, nbytes: int) -> Reservation | None:
         """Make room for a record, which must be published or abandoned.
@@ -83,32 +75,13 @@ class Ledger:
             StoreError: If the folder was replaced by one that cannot be used.
             OSError, sqlite3.Error, diskcache.Timeout: If the store cannot be changed.
         """
-        with self._index.lock:
-            if self._index.ensure_current():
-                self._abandoned.clear()
-            writer = self._living_writer()
-            is_stored, victims = False, None
-            with self._index.changing() as (database, change):
-                self._release_abandoned(database)
-                broken: list[int] = []
-                is_stored = database.find(key, broken) is not None
-                database.delete_broken(broken)
-                if not is_stored:
-                    victims = self._choose_victims(database, nbytes)
-                if victims is not None:
-                    for victim in victims:
-                        self._remove(database, change, victim)
-                    reservation = Reservation.make(
-                        writer.writer_id, next(self._numbers), new_record_name(), nbytes
-                    )
-                    database.reserve(reservation)
-            self._abandoned.clear()
-            if is_stored:
-                return None
-            if victims is None:
-                raise NoRoomError(is_passing=bool(self._index.reservations()))
-            self._catalog.count("evicted", len(victims))
-            return reservation
+        self.carry_out()
+        while True:
+            with self._index.lock:
+                reservation, is_over = self._try_to_reserve(key, nbytes)
+            if is_over:
+                return reservation
+            time.sleep(_GAP_S)
 
     def publish(self, reservation: Reservation, row: SegmentRow) -> bool:
         """Give a reservation's file to its record.
@@ -122,12 +95,13 @@ class Ledger:
             with self._index.changing() as (database, change):
                 change.clock = self._catalog.advance(change.clock) + 1 + row.nbytes
                 row = replace(row, priority=self._policy.first(change.clock))
-                is_known = database.contains(row.key)
-                is_published = not is_known and database.publish(
+                known = database.find(row.key, [])
+                is_published = known is None and database.publish(
                     reservation, row, change.number
                 )
-                if is_known:
-                    self._unlink(reservation.filename)
+                # Else an index made anew has taken our file for the record's.
+                is_other = known is not None and known.filename != reservation.filename
+                if is_other and self._removal.clear(reservation):
                     database.release(reservation)
             # A row in an index that nobody can open any more is none.
             if is_published and self._index.is_current():
@@ -138,15 +112,17 @@ class Ledger:
             self._index.ensure_current()
             if self._catalog.find(row.key) == reservation.filename:
                 return True
-            self._unlink(reservation.filename)
-            return is_known
+            self._removal.clear(reservation)
+            return known is not None
 
     def abandon(self, reservation: Reservation) -> None:
         """Give a reservation back, now or with the next one."""
-        for suffix in ("", TEMPORARY_SUFFIX):
-            self._unlink(reservation.filename + suffix)
+        if not self._removal.clear(reservation):
+            return  # Its room stays taken until we end.
         with self._index.lock:
             self._abandoned.append(reservation)
+            if not self._index.is_current():
+                return  # It is gone with its index; let the writer see that, too.
             with suppress(*DATABASE_ERRORS):
                 with self._index.changing() as (database, _):
                     self._release_abandoned(database)
@@ -170,8 +146,30 @@ class Ledger:
         while batch := list(itertools.islice(pending, _DELETIONS_PER_TRANSACTION)):
             with self._index.changing() as (database, change):
                 for key in batch:
-                    freed += self._remove(database, change, key, only)
+                    try:
+                        freed += self._removal.drop(database, change, key, only)
+                    except OSError as error:
+                        self._removal.warn(error)
         return freed
+
+    def carry_out(self) -> None:
+        """Delete the records that were found to be unreadable.
+
+        Raises:
+            sqlite3.Error, diskcache.Timeout: If the index cannot be written; they are
+                deleted the next time.
+        """
+        while taken := self._index.condemned.take(_DELETIONS_PER_TRANSACTION):
+            try:
+                for key, filename in taken.items():
+                    is_lost = not self.path(filename).exists()
+                    if self.remove([key], only=filename) and is_lost:
+                        self._index.notices.warn(
+                            "lost", "a record's file is gone: %s", filename
+                        )
+            except BaseException:
+                self._index.condemned.put_back(taken)
+                raise
 
     def set_pinned(self, keys: Sequence[bytes], pinned: bool) -> int:
         """Pin or unpin records; returns how many rows changed.
@@ -189,22 +187,16 @@ class Ledger:
                         self._catalog.put(row)
         return num_changed
 
-    def save_uses(self, max_records: int | None = None) -> None:
-        """Write uses to the rows.
-
-        Args:
-            max_records: Stop after so many; None for all.
+    def save_uses(self) -> None:
+        """Write uses to the rows; learn, and carry out, what is due besides.
 
         Raises:
             sqlite3.Error, diskcache.Timeout: If the index cannot be written; the uses
                 are kept for the next time.
         """
-        num_left = 1 << 62 if max_records is None else max_records
-        while num_left > 0:
-            taken = self._catalog.take_uses(min(num_left, _USES_PER_TRANSACTION))
-            if not taken:
-                return
-            num_left -= len(taken)
+        self._index.learn()
+        self.carry_out()
+        while taken := self._catalog.take_uses(_USES_PER_TRANSACTION):
             try:
                 with self._index.changing() as (database, change):
                     change.clock = self._catalog.advance(change.clock)
@@ -225,13 +217,9 @@ class Ledger:
             sqlite3.Error, diskcache.Timeout: If the index cannot be written.
         """
         if dry_run:
-            return [
-                one
-                for one in self._index.reservations()
-                if is_dead(self._directory, one.writer_id, bury=False)
-            ]
+            return self._removal.find_dead()
         with self._index.changing() as (database, _):
-            dead = self._release_dead(database)
+            dead = self._removal.release_dead(database)
         bury_dead(self._directory)
         return dead
 
@@ -243,58 +231,67 @@ class Ledger:
                 writer.close()
 
     def _living_writer(self) -> WriterLock:
-        if self._writer is None or not self._writer.is_current():
+        if self._writer is not None and not self._writer.is_current():
+            self._writer.abandon()
+            self._writer = None
+        if self._writer is None:
             self._writer = WriterLock(self._directory)
         return self._writer
 
+    def _try_to_reserve(
+        self, key: bytes, nbytes: int
+    ) -> tuple[Reservation | None, bool]:
+        """One transaction of `reserve`; returns its result and if that is final."""
+        if self._index.ensure_current():
+            self._abandoned.clear()
+        writer = self._living_writer()
+        reservation, victims, num_evicted = None, None, 0
+        is_enough, refused = False, None
+        with self._index.changing() as (database, change):
+            self._release_abandoned(database)
+            broken: list[int] = []
+            is_stored = database.find(key, broken) is not None
+            database.delete_broken(broken)
+            if not is_stored:
+                victims, is_enough = self._choose_victims(database, nbytes)
+                for victim in victims or ():
+                    try:
+                        self._removal.drop(database, change, victim)
+                        num_evicted += 1
+                    except OSError as error:
+                        refused = error
+                if is_enough and refused is None:
+                    reservation = Reservation.make(
+                        writer.writer_id, next(self._numbers), new_record_name(), nbytes
+                    )
+                    database.reserve(reservation)
+        self._abandoned.clear()
+        self._catalog.count("evicted", num_evicted)
+        if refused is not None:
+            raise refused
+        if victims is None and not is_stored:
+            raise NoRoomError(is_passing=bool(self._index.reservations()))
+        return reservation, is_stored or is_enough
+
     def _choose_victims(
         self, database: RecordDatabase, nbytes: int
-    ) -> list[bytes] | None:
-        """What must go for so many bytes, after what is dead; None: it cannot be."""
+    ) -> tuple[list[bytes] | None, bool]:
+        """What may go at once for so many bytes, and if that is all that must.
+
+        What is dead goes first. None if there is no room to be made.
+        """
+        limit = _DELETIONS_PER_TRANSACTION
         excess = database.total_bytes() + nbytes - self._capacity_bytes
         if excess > 0:
-            excess -= sum(one.nbytes for one in self._release_dead(database))
-        return self._catalog.choose_victims(excess)
-
-    def _release_dead(self, database: RecordDatabase) -> list[Reservation]:
-        is_dead_id: dict[bytes, bool] = {}
-        dead = []
-        for reservation in database.reservations():
-            writer_id = reservation.writer_id
-            if writer_id not in is_dead_id:
-                is_dead_id[writer_id] = is_dead(self._directory, writer_id)
-            if is_dead_id[writer_id]:
-                for suffix in ("", TEMPORARY_SUFFIX):
-                    self._unlink(reservation.filename + suffix)
-                database.release(reservation)
-                dead.append(reservation)
-        return dead
+            excess -= sum(one.nbytes for one in self._removal.release_dead(database))
+        # All or nothing: unless there is room in the end, none is to go for it. But
+        # what exceeds the budget, if that was larger, goes in any case.
+        most = limit + 1 if excess > nbytes else sys.maxsize
+        victims = self._catalog.choose_victims(excess, most)
+        if victims is None or len(victims) <= limit:
+            return victims, victims is not None
+        return victims[:limit], False
 
     def _release_abandoned(self, database: RecordDatabase) -> None:
         for reservation in self._abandoned:
             database.release(reservation)
-
-    def _remove(
-        self,
-        database: RecordDatabase,
-        change: Change,
-        key: bytes,
-        only: str | None = None,
-    ) -> int:
-        broken: list[int] = []
-        row = database.find(key, broken)
-        database.delete_broken(broken)
-        if row is None:
-            self._catalog.discard(key)
-            return 0
-        if only is not None and row.filename != only:
-            return 0
-        # Before the row: else its room would be given away while it is still taken.
-        self._unlink(row.filename)
-        database.delete(key, change.number)
-        self._catalog.discard(key)
-        return row.nbytes
-
-    def _unlink(self, filename: str) -> None:
-        with suppress(OSError):
-            self.path(filename).unlink()

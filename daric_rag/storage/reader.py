@@ -1,26 +1,27 @@
 """Reading records from disk, side by side, and what becomes of bad ones."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from dataclasses import replace
 
+from daric_rag.errors import StoreError
 from daric_rag.storage.base import Record
 from daric_rag.storage.cipher import RecordCipher
-from daric_rag.storage.database import DATABASE_ERRORS
-from daric_rag.storage.format import RecordError
-from daric_rag.storage.io_pool import ReadPool
+from daric_rag.storage.database import SegmentRow
+from daric_rag.storage.format import KEY_LEN, RecordError
 from daric_rag.storage.ledger import Ledger
-from daric_rag.storage.record_file import read_record_file
+from daric_rag.storage.read_pool import ReadPool
+from daric_rag.storage.record_file import open_side_data, read_record_file
 from daric_rag.storage.shared_index import SharedIndex
 
-__all__ = ["Reader"]
+__all__ = ["Reader", "check_key"]
 
 
 class Reader:
-    """Finds, reads and verifies records; one that is damaged is deleted.
+    """Finds, reads and verifies records; one that is damaged is condemned.
 
     Args:
         index: Where they are.
-        ledger: Deletes them.
+        ledger: Knows their files.
         allocate: Where payload buffers come from.
         cipher: Opens sealed ones.
         num_readers: Threads of `read_many`; by default one per core, at most four.
@@ -50,7 +51,7 @@ class Reader:
         def load(file: tuple[bytes, str]) -> Record | RecordError | OSError:
             return self.load(*file, fingerprint)
 
-        names = {key: self._index.find(key) for key in keys}
+        names = self._index.find_many(keys)
         files = [(key, name) for key, name in names.items() if name is not None]
         loaded = dict(zip(files, self._threads.map(load, files), strict=True))
         records: dict[bytes, Record | None] = {}
@@ -58,7 +59,7 @@ class Reader:
             result = None if name is None else loaded[key, name]
             if isinstance(result, FileNotFoundError):
                 # Replaced or evicted by another process since its name was learnt.
-                self._index.learn()
+                self._index.look_up([key])
                 if (found := self._catalog.find(key)) != name:
                     name = found
                     result = None if name is None else load((key, name))
@@ -82,6 +83,16 @@ class Reader:
         except (RecordError, OSError) as error:
             return error
 
+    def with_open_side_data(self, rows: list[SegmentRow]) -> list[SegmentRow]:
+        """Rows with side data that can be read."""
+        cipher = self._cipher
+        if cipher is None:
+            return rows
+        return [
+            replace(row, side_data=open_side_data(row.key, row.side_data, cipher))
+            for row in rows
+        ]
+
     def close(self) -> None:
         """End the threads; they start again when needed."""
         self._threads.close()
@@ -92,23 +103,40 @@ class Reader:
         filename: str | None,
         result: Record | RecordError | OSError | None,
     ) -> Record | None:
-        """Count a read's outcome, and delete what is damaged."""
+        """Count a read's outcome, and condemn what is damaged."""
         if isinstance(result, Record):
             self._catalog.count("hits")
             return result
         self._catalog.count("misses")
         if result is None or filename is None:
             return None
-        is_damaged = isinstance(result, RecordError)
-        freed = 0
-        if is_damaged or isinstance(result, FileNotFoundError):
-            # Unless another thread has written it anew since.
-            with suppress(*DATABASE_ERRORS):
-                freed = self._ledger.remove([key], only=filename)
-        if is_damaged:
+        if isinstance(result, RecordError):
             self._catalog.count("corrupt")
-        elif isinstance(result, FileNotFoundError) and not freed:
-            return None  # Another process was just evicting it.
-        kind = result.kind if isinstance(result, RecordError) else type(result).__name__
-        self._index.notices.warn(kind, "a record could not be read: %s", result)
+            self._condemn(key, filename)
+            self._index.notices.warn(
+                result.kind, "a record could not be read: %s", result
+            )
+        elif isinstance(result, FileNotFoundError):
+            # As when another process is just evicting it: no reason for a warning.
+            self._condemn(key, filename)
+        else:
+            self._index.notices.warn(
+                type(result).__name__, "a record could not be read: %s", result
+            )
         return None
+
+    def _condemn(self, key: bytes, filename: str) -> None:
+        """Have it deleted by who may wait for the index; a request may not."""
+        self._index.condemned.add(key, filename)
+        if self._catalog.find(key) == filename:
+            self._catalog.discard(key)
+
+
+def check_key(key: object) -> None:
+    """Check that something is a segment's key.
+
+    Raises:
+        StoreError: If not.
+    """
+    if type(key) is not bytes or len(key) != KEY_LEN:
+        raise StoreError(f"a key must be {KEY_LEN} bytes: pass a SegmentKey")

@@ -40,8 +40,11 @@ def reclaim(index: SharedIndex, ledger: Ledger, *, dry_run: bool = False) -> Rec
         dry_run: Only count.
 
     Raises:
+        PermissionError: If the store was opened for reading only.
         sqlite3.Error, diskcache.Timeout: If the index cannot be read or written.
     """
+    if index.read_only and not dry_run:
+        raise PermissionError("it was opened for reading only")
     dead = ledger.reclaim_dead(dry_run=dry_run)
     before = {row.filename: row for row in index.rows()}
     files = _sizes(index.directory)

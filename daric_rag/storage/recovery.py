@@ -18,19 +18,23 @@ from daric_rag.storage.database import (
 from daric_rag.storage.format import RecordError
 from daric_rag.storage.names import is_record_name
 from daric_rag.storage.record_file import TEMPORARY_SUFFIX, file_len, read_header
+from daric_rag.storage.rows import valid_time, valid_uses
 
 __all__ = [
     "discard_index",
+    "discard_old_index",
     "discard_records",
     "has_records",
     "list_files",
     "list_folders",
     "rebuild",
     "salvage_uses",
+    "set_index_aside",
 ]
 
 _logger = logging.getLogger(__name__)
 
+_OLD_NAME: Final = DATABASE_NAME + ".old"
 _FOLDER_NAME: Final = re.compile(r"[0-9a-f]{2}")
 _ROWS_PER_TRANSACTION: Final = 1000
 _PROGRESS_INTERVAL_S: Final = 10.0
@@ -83,6 +87,29 @@ def discard_index(directory: Path) -> None:
         (directory / (DATABASE_NAME + suffix)).unlink(missing_ok=True)
 
 
+def set_index_aside(directory: Path) -> None:
+    """Keep a lost index for `salvage_uses`, and begin without any.
+
+    If one was set aside before, the present one is what was begun after that.
+    """
+    current, old = directory / DATABASE_NAME, directory / _OLD_NAME
+    if not old.exists():
+        discard_old_index(directory)
+        with suppress(FileNotFoundError):
+            current.rename(old)
+    # Its journal holds its latest rows. It alone is here after a kill in between.
+    if old.exists() and not current.exists():
+        with suppress(FileNotFoundError):
+            Path(f"{current}-wal").rename(f"{old}-wal")
+    discard_index(directory)
+
+
+def discard_old_index(directory: Path) -> None:
+    """Delete what `set_index_aside` kept."""
+    for suffix in ("", "-wal", "-shm"):
+        (directory / (_OLD_NAME + suffix)).unlink(missing_ok=True)
+
+
 def discard_records(directory: Path) -> None:
     """Delete all record files."""
     for _, path in list_files(directory):
@@ -91,16 +118,19 @@ def discard_records(directory: Path) -> None:
 
 
 def salvage_uses(directory: Path) -> dict[bytes, _Use]:
-    """Read pins and uses from a damaged index as far as that is possible."""
+    """Read pins and uses from the index set aside, as far as that is possible."""
     found: dict[bytes, _Use] = {}
-    with suppress(sqlite3.Error, OSError):
-        uri = f"{(directory / DATABASE_NAME).as_uri()}?mode=ro"
+    # Where a name in it is damaged, even an error's text may not be decodable.
+    with suppress(sqlite3.Error, OSError, ValueError):
+        uri = f"{(directory / _OLD_NAME).as_uri()}?mode=ro"
         with closing(sqlite3.connect(uri, uri=True)) as connection:
             for key, last_used, uses, pins in connection.execute(
                 "SELECT key, access_time, access_count, daric_pins FROM Cache"
             ):
-                with suppress(TypeError, ValueError):
-                    found[bytes(key)] = _Use(float(last_used), int(uses), bool(pins))
+                with suppress(TypeError, ValueError, OverflowError):
+                    found[bytes(key)] = _Use(
+                        valid_time(last_used), valid_uses(uses), bool(pins)
+                    )
     return found
 
 

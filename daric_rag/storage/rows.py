@@ -1,5 +1,7 @@
 """Rows of a store's index: what they hold, and what is made of a strange one."""
 
+import math
+import sqlite3
 import struct
 import time
 from collections.abc import Iterable, Iterator
@@ -23,6 +25,9 @@ __all__ = [
     "State",
     "decode_rows",
     "encode_row",
+    "is_reservation",
+    "valid_time",
+    "valid_uses",
 ]
 
 MODE_RECORD: Final[int] = MODE_BINARY
@@ -34,6 +39,9 @@ RESERVED_KEYS: Final = (b"\0daric\0\0", b"\0daric\0\1")
 
 MAX_INT: Final = 1 << 62
 _MAX_TOKENS: Final = 1 << 20
+_MAX_RECORD_BYTES: Final = 1 << 40
+_MAX_USES: Final = 1 << 40
+_MAX_TIME: Final = float(1 << 37)  # Some time in the year 6325.
 
 _FACTS: Final = struct.Struct("<32s32sII")
 
@@ -91,6 +99,16 @@ class State:
     clock: int
     forgotten: int
 
+    def __post_init__(self) -> None:
+        """Refuse what no transaction can have written.
+
+        Raises:
+            sqlite3.DatabaseError: As SQLite does for a damaged index.
+        """
+        for value in (self.changes, self.clock, self.forgotten):
+            if type(value) is not int or not 0 <= value < MAX_INT:
+                raise sqlite3.DatabaseError(f"its state holds {value!r}")
+
 
 @dataclass(slots=True)
 class Change:
@@ -134,7 +152,7 @@ class Reservation:
 
 
 def encode_row(row: SegmentRow, number: int) -> tuple[object, ...]:
-    """The row's values for `database.ASSIGNED`, in that order."""
+    """The row's values for `RecordDatabase.insert`, in that order."""
     facts = _FACTS.pack(row.parent, row.fingerprint, row.segment_index, row.num_tokens)
     return (
         time.time(),
@@ -163,8 +181,31 @@ def decode_rows(
         decoded = _decode(*row[1:])
         if decoded is not None:
             yield decoded
-        elif row[3] != MODE_RESERVED or not _is_reserved(row[1]):
+        elif row[3] != MODE_RESERVED or not is_reservation(row[1], *row[4:6]):
             broken.append(row[0])
+
+
+def is_reservation(key: object, filename: object, size: object) -> bool:
+    """Whether these values of a reserved row are a `Reservation`'s."""
+    return (
+        type(key) is bytes
+        and key.startswith(RESERVED_KEYS[0])
+        and len(key) < KEY_LEN
+        and is_record_name(filename)
+        and type(size) is int
+        and 0 <= size < _MAX_RECORD_BYTES
+    )
+
+
+def valid_time(value: Any) -> float:
+    """A time that can be compared and shown, whatever the index holds."""
+    time_s = float(value)
+    return min(max(time_s, 0.0), _MAX_TIME) if math.isfinite(time_s) else 0.0
+
+
+def valid_uses(value: Any) -> int:
+    """A number of uses that can still be added to."""
+    return min(max(int(value), 0), _MAX_USES)
 
 
 def _decode(
@@ -186,7 +227,7 @@ def _decode(
         if len(key) != KEY_LEN or not is_record_name(filename):
             return None
         parent, fingerprint, segment_index, num_tokens = _FACTS.unpack_from(value)
-        if not 0 <= size < MAX_INT or num_tokens > _MAX_TOKENS:
+        if not 0 <= size < _MAX_RECORD_BYTES or num_tokens > _MAX_TOKENS:
             return None
         priority = min(max(int(priority), 0), MAX_INT)
         return SegmentRow(
@@ -197,17 +238,11 @@ def _decode(
             num_tokens,
             int(size),
             filename,
-            float(last_used),
-            int(uses),
+            valid_time(last_used),
+            valid_uses(uses),
             bool(pins),
             value[_FACTS.size :],
             priority,
         )
     except (TypeError, ValueError, OverflowError, struct.error):
         return None
-
-
-def _is_reserved(key: object) -> bool:
-    return (
-        type(key) is bytes and key.startswith(RESERVED_KEYS[0]) and len(key) < KEY_LEN
-    )

@@ -72,6 +72,8 @@ class Saver:
         # Written and not yet synced, oldest first, with their keys.
         self._unsynced: dict[str, bytes] = {}
         self._lock = threading.Lock()
+        # Held while files are synced: `flush` answers for those under way as well.
+        self._sync_lock = threading.Lock()
 
     def write(self, record: Record) -> None:
         """Store a record that may be stored already, or count why not.
@@ -120,19 +122,20 @@ class Saver:
 
     def flush(self) -> None:
         """Write uses to the index; return when all is safe, or told that it is not."""
-        with self._lock:
-            names, self._unsynced = self._unsynced, {}
-        try:
-            self._sync_files(names)
-            self._ledger.save_uses()
-            with suppress(FileNotFoundError):
-                # It names the first-level folders and the index's journal.
-                _sync(self._index.directory, is_root=True)
-            self._index.sync()
-        except (OSError, *DATABASE_ERRORS) as error:
+        with self._sync_lock:
             with self._lock:
-                self._unsynced = names | self._unsynced
-            self._warn_of_power_cut(error)
+                names, self._unsynced = self._unsynced, {}
+            try:
+                self._sync_files(names)
+                self._ledger.save_uses()
+                with suppress(FileNotFoundError):
+                    # It names the first-level folders and the index's journal.
+                    _sync(self._index.directory, is_root=True)
+                self._index.sync()
+            except (OSError, *DATABASE_ERRORS) as error:
+                with self._lock:
+                    self._unsynced = names | self._unsynced
+                self._warn_of_power_cut(error)
 
     def _is_known(self, key: bytes) -> bool:
         if self._index.catalog.find(key) is None:
@@ -152,18 +155,20 @@ class Saver:
                 _sync(folder)
 
     def _add_unsynced(self, filename: str, key: bytes) -> None:
-        oldest: dict[str, bytes] = {}
         with self._lock:
             self._unsynced[filename] = key
-            if len(self._unsynced) > _MAX_UNSYNCED:
+            if len(self._unsynced) <= _MAX_UNSYNCED:
+                return
+        find = self._index.catalog.find
+        with self._sync_lock:
+            with self._lock:
                 names = list(itertools.islice(self._unsynced, _MAX_UNSYNCED // 2))
                 oldest = {name: self._unsynced.pop(name) for name in names}
-        find = self._index.catalog.find
-        try:
-            self._sync_files(name for name, key in oldest.items() if find(key) == name)
-        except OSError as error:
-            # They are not tried again: the kernel has dropped what it failed to write.
-            self._warn_of_power_cut(error)
+            try:
+                self._sync_files(n for n, key in oldest.items() if find(key) == n)
+            except OSError as error:
+                # Not tried again: the kernel has dropped what it failed to write.
+                self._warn_of_power_cut(error)
 
     def _warn_of_power_cut(self, error: Exception) -> None:
         self._index.notices.warn(

@@ -1,21 +1,24 @@
 """The index that processes share, and this process's replica of it.
 
-A transaction that changes records has a number. Before each of its own, and whenever
-it is asked for a record it does not know, a process reads the rows that changed and
-the keys that were deleted since the number it knows; so its catalogue is what the
-index was at that number, and eviction decides on all processes' uses and pins.
+A transaction that changes records has a number. Before each of its own, a process
+reads the rows that changed and the keys that were deleted since the number it knows;
+so its catalogue is what the index was at that number, and eviction decides on all
+pins, and on all uses that were saved. It does so too when it is asked for a record that
+it does not know, if that is quickly done.
 """
 
 import logging
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from daric_rag.errors import StoreError
 from daric_rag.eviction import EvictionPolicy
 from daric_rag.storage.catalog import Catalog
+from daric_rag.storage.condemned import Condemned
 from daric_rag.storage.database import (
     DATABASE_ERRORS,
     Change,
@@ -25,11 +28,16 @@ from daric_rag.storage.database import (
     SegmentRow,
 )
 from daric_rag.storage.folder import open_database, open_read_only
+from daric_rag.storage.index_faults import is_damage
 from daric_rag.storage.notices import Notices
+from daric_rag.storage.replica import Replica
 
 __all__ = ["SharedIndex"]
 
 _logger = logging.getLogger(__name__)
+
+# A transaction of one record takes less.
+_PATIENCE_S: Final = 0.002
 
 
 class SharedIndex:
@@ -50,11 +58,12 @@ class SharedIndex:
         self.directory: Final = directory
         self.catalog: Final = Catalog(policy)
         self.notices: Final = Notices(_logger)
+        self.condemned: Final = Condemned()
         self.lock: Final = threading.RLock()
         self._key_id = key_id
-        # Number of the last change that the catalogue knows; -1: of none.
-        self._seen = -1
+        self._replica = Replica(self.catalog, self.condemned)
         self._is_damaged = False
+        self._is_busy = False
         self._database: RecordDatabase | ReadOnlyDatabase
         self._open()
 
@@ -69,16 +78,48 @@ class SharedIndex:
 
     def find(self, key: bytes) -> str | None:
         """Return a record's file name; asks the index if the catalogue lacks it."""
-        filename = self.catalog.find(key)
-        if filename is None:
-            self.learn()
-            filename = self.catalog.find(key)
-        return filename
+        return self.find_many([key])[key]
+
+    def find_many(self, keys: Iterable[bytes]) -> dict[bytes, str | None]:
+        """`find` for several keys."""
+        names = {key: self.catalog.find(key) for key in keys}
+        unknown = [key for key, name in names.items() if name is None]
+        if unknown and self.look_up(unknown):
+            names |= {key: self.catalog.find(key) for key in unknown}
+        return names
+
+    def look_up(self, keys: Iterable[bytes]) -> bool:
+        """Learn what became of a few records, if that can be had at once.
+
+        A request waits for the answer, and a wrong one costs a recomputation: while
+        this process changes the index, or waits until it may, nothing is learnt.
+
+        Returns:
+            Whether it was asked.
+        """
+        # Once somebody has waited in vain, nobody does until the index is free again:
+        # a request asks for hundreds of records.
+        if not self.lock.acquire(timeout=0.0 if self._is_busy else _PATIENCE_S):
+            self._is_busy = True
+            return False
+        try:
+            self._is_busy = False
+            self._look_up(keys)
+        except DATABASE_ERRORS as error:
+            self._give_up(error)
+        finally:
+            self.lock.release()
+        return True
 
     def learn(self) -> None:
-        """Follow what other processes changed; an index in trouble changes nothing."""
+        """Follow what other processes changed, whatever it takes.
+
+        An index that was replaced or is damaged is opened anew; one in trouble
+        changes nothing.
+        """
         with self.lock:
             try:
+                self._keep_current()
                 self._learn()
             except DATABASE_ERRORS as error:
                 self._give_up(error)
@@ -90,6 +131,7 @@ class SharedIndex:
             sqlite3.Error: If it cannot be read.
         """
         with self.lock:
+            self._keep_current()
             return list(self._database.rows([]))
 
     def reservations(self) -> list[Reservation]:
@@ -99,6 +141,7 @@ class SharedIndex:
             sqlite3.Error: If the index cannot be read.
         """
         with self.lock:
+            self._keep_current()
             return self._database.reservations()
 
     @contextmanager
@@ -112,6 +155,7 @@ class SharedIndex:
             sqlite3.Error, diskcache.Timeout: If the index cannot be written.
         """
         with self.lock:
+            self._keep_current()
             database = self._database
             if isinstance(database, ReadOnlyDatabase):
                 raise sqlite3.OperationalError("attempt to write a readonly database")
@@ -126,9 +170,9 @@ class SharedIndex:
             except BaseException as error:
                 self._give_up(error)
                 if has_begun:
-                    self._seen = -1
+                    self._replica.forget()
                 raise
-            self._seen = change.number
+            self._replica.set_seen(change.number)
 
     def ensure_current(self) -> bool:
         """Open the folder anew if it, or its index, was replaced or is damaged.
@@ -141,6 +185,9 @@ class SharedIndex:
         """
         if self._database.is_current() and not self._is_damaged:
             return False
+        if self.read_only and not self._is_damaged:
+            with self.lock:
+                return self._reopen_for_reading()
         if not self._is_damaged:
             self.notices.warn(
                 "replaced",
@@ -176,13 +223,13 @@ class SharedIndex:
     def _open(self) -> None:
         try:
             self._database = open_database(
-                self.directory, self._key_id, self._load, anew=self._is_damaged
+                self.directory, self._key_id, self._replica.load, anew=self._is_damaged
             )
             self._is_damaged = False
         except Exception as error:
             self._database = open_read_only(self.directory, self._key_id, error)
             with suppress(*DATABASE_ERRORS):
-                self._load(self._database)
+                self._replica.load(self._database)
             self.notices.warn(
                 "read-only",
                 "the store in %s can only be read (%s): nothing is saved until it can "
@@ -191,38 +238,35 @@ class SharedIndex:
                 error,
             )
 
-    def _load(self, database: RecordDatabase | ReadOnlyDatabase) -> None:
-        broken: list[int] = []
-        state = database.state()
-        refused = self.catalog.replace(database.rows(broken), state.clock)
-        self._seen = state.changes
-        if (broken or refused) and isinstance(database, RecordDatabase):
-            # What is left of them are files without a row, see `reclaiming`.
-            with database.changing() as change:
-                database.delete_broken(broken)
-                for row in refused:
-                    database.delete(row.key, change.number)
-                self._seen = change.number
+    def _keep_current(self) -> None:
+        try:
+            self.ensure_current()
+        except StoreError as error:
+            raise sqlite3.OperationalError(str(error)) from error
+
+    def _reopen_for_reading(self) -> bool:
+        try:
+            database = ReadOnlyDatabase(self.directory)
+        except (OSError, sqlite3.Error):
+            return False
+        self._database.close()
+        if not self._database.is_same_file(database):
+            self._replica.forget()
+        self._database = database
+        return True
+
+    def _look_up(self, keys: Iterable[bytes]) -> None:
+        if self.read_only and not self._database.is_current():
+            self._reopen_for_reading()
+        self._replica.look_up(self._database, keys)
 
     def _learn(self) -> None:
-        state = self._database.state()
-        if state.changes == self._seen:
-            return
-        if not state.forgotten <= self._seen <= state.changes:
-            self._load(self._database)
-            return
-        for key in self._database.deleted_since(self._seen):
-            self.catalog.discard(key)
-        for row in self._database.changed_since(self._seen, []):
-            self.catalog.put(row)
-        self.catalog.advance(state.clock)
-        self._seen = state.changes
+        self._replica.learn(self._database)
 
     def _give_up(self, error: BaseException) -> None:
         if not isinstance(error, DATABASE_ERRORS):
             return
         _logger.debug("the index in %s failed: %s", self.directory, error)
-        # The class itself, see `folder`: the next write makes it anew.
-        if type(error) is sqlite3.DatabaseError:
-            self._is_damaged = True
+        if is_damage(error):
+            self._is_damaged = True  # The next write makes it anew.
         self.close_thread()

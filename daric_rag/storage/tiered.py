@@ -24,6 +24,7 @@ from daric_rag.storage.format import RecordHeader
 from daric_rag.storage.host import HostTier
 from daric_rag.storage.io_pool import WriteBehind
 from daric_rag.storage.promotion import Promotion
+from daric_rag.storage.saving import save
 from daric_rag.storage.store_stats import StoreStats
 
 __all__ = ["StoreStats", "TieredStore"]
@@ -40,9 +41,11 @@ class TieredStore:
     """Records in host memory and, where there is one, on disk.
 
     Every method may be called from any thread. Losing any record at any moment costs
-    its reader a recomputation and nothing else, so no method waits for the disk
-    longer than `submit_timeout_s`, those apart whose purpose it is: `flush`, `close`,
-    `pin`, a missed read, and `write` if it is to write through.
+    its reader a recomputation and nothing else. So what a request waits for does not
+    wait for a busy index or a slow disk: `write` does for `submit_timeout_s` at most,
+    `contains` and `take_evicted` for milliseconds, and a read only for its files.
+    `flush`, `close`, `pin`, `unpin`, `delete`, and `write` if it is to write through
+    return when it is done.
 
     Args:
         host: The upper tier; owned and closed by the store.
@@ -77,7 +80,7 @@ class TieredStore:
             max_pending_bytes = min(_MAX_PENDING_BYTES, half)
         # Nothing of the writer may refer to the store, or it would never end.
         self._writer = WriteBehind(
-            partial(_save, host, disk, self._lost),
+            partial(save, host, disk, self._lost),
             max_pending_bytes=max_pending_bytes,
             on_exit=disk.close_thread if disk is not None else lambda: None,
             on_idle=disk.save_uses if disk is not None else lambda: None,
@@ -110,8 +113,7 @@ class TieredStore:
 
     def contains(self, key: bytes) -> bool:
         """Whether `read` would probably hit; reads no payload, touches nothing."""
-        in_memory = self.host.contains(key) or self._writer.find(key) is not None
-        return in_memory or (self.disk is not None and self.disk.contains(key))
+        return self._knows(key) or (self.disk is not None and self.disk.contains(key))
 
     def read(self, key: bytes, fingerprint: bytes) -> Record | None:
         """Return a verified record from the nearest tier; None is a miss."""
@@ -169,7 +171,7 @@ class TieredStore:
             check_fits(record, self.host.capacity_bytes, "host_bytes")
         if fits_host:
             self.host.write(record)
-        if self.disk is None or self.disk.contains(record.key):
+        if self.disk is None:
             return
         if record.record_bytes > disk_bytes or not self._writer.submit(
             record, timeout_s=self._submit_timeout_s
@@ -223,7 +225,7 @@ class TieredStore:
         gone = dict.fromkeys([*self.host.take_evicted(), *evicted])
         while self._lost:
             gone[self._lost.popleft()] = None
-        return [key for key in gone if not self.contains(key)]
+        return [key for key in gone if not self._knows(key)]
 
     def keys(self) -> list[bytes]:
         """A snapshot of the keys held in any tier, each once."""
@@ -264,6 +266,10 @@ class TieredStore:
             self.disk.close()
         self.host.close()
 
+    def _knows(self, key: bytes) -> bool:
+        in_memory = self.host.contains(key) or self._writer.find(key) is not None
+        return in_memory or (self.disk is not None and self.disk.knows(key))
+
     def _read_memory(
         self, keys: Sequence[bytes], fingerprint: bytes
     ) -> dict[bytes, Record]:
@@ -286,15 +292,3 @@ class TieredStore:
         found = {record.key: record for record in records if record is not None}
         self._promotion.promote(found.values(), begun)
         return found
-
-
-def _save(
-    host: HostTier, disk: DiskTier | None, lost: deque[bytes], record: Record
-) -> None:
-    """Write a record to disk; if that fails and the host has not got it, it is lost."""
-    assert disk is not None  # or nothing is queued
-    try:
-        disk.write(record)
-    finally:
-        if not (disk.contains(record.key) or host.contains(record.key)):
-            lost.append(record.key)

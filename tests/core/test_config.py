@@ -62,6 +62,9 @@ def test_survives_json_and_pickle(config):
         ("initial_ratio", "0.1"),
         ("namespace", ""),
         ("namespace", None),
+        ("eviction", "random"),
+        ("kv_storage", "int4"),
+        ("encryption_key_file", ""),
         ("max_segment_len", 0),
         ("max_segment_len", True),
         ("delimiter", ""),
@@ -77,6 +80,12 @@ def test_refuses_a_bad_value_and_names_it(field, value):
     assert field in text
     assert repr(value) in text
     assert "must be" in text
+
+
+def test_a_namespace_is_an_id_and_no_text():
+    assert DaricConfig(namespace="x" * 256)
+    with pytest.raises(ConfigError, match="at most 256"):
+        DaricConfig(namespace="x" * 257)
 
 
 def test_budget_of_zero_points_to_full_reuse():

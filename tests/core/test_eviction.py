@@ -16,6 +16,7 @@ from daric_rag.eviction import (
     policy_of,
 )
 from daric_rag.index import SegmentIndex
+from daric_rag.keys import SegmentKey
 from tests.core.traces import (
     ROOT,
     SEGMENT_BYTES,
@@ -44,6 +45,18 @@ def test_frequency_keeps_the_sum_of_decayed_uses(uses):
     expected = uses[-1] + HALF_LIFE * math.log2(score)
     # Each use rounds once, by half a tick at most.
     assert priority_of(POLICIES[1], uses) == pytest.approx(expected, abs=len(uses))
+
+
+@pytest.mark.parametrize("capacity_bytes", [1 << 50, 1 << 56, (1 << 62) - 1])
+def test_a_capacity_without_limit_keeps_priorities_in_64_bits(capacity_bytes):
+    index = SegmentIndex(policy=policy_of("frequency", capacity_bytes))
+    first, second = (SegmentKey(bytes([n]) * 32) for n in range(2))
+    index.insert(ROOT, [first], [1], [1])
+    for _ in range(10_000):
+        index.use(first)
+    index.insert(ROOT, [second], [1], [1])
+    # The popular one has the greater priority, and both fit the table's columns.
+    assert index.victims() == (second,)
 
 
 @given(times)

@@ -39,7 +39,7 @@ def wires(draw):
         initial_ratio=draw(st.floats(0.0, 1.0, exclude_min=True, exclude_max=True)),
         mtaf=draw(st.sampled_from(["linear", "log", "exp"])),
         alignment=draw(st.sampled_from(["exact", "block"])),
-        namespace=draw(st.text(min_size=1)),
+        namespace=draw(st.text(min_size=1, max_size=256)),
     )
     return RequestWire(
         ends=tuple(sum(lengths[: i + 1]) for i in range(len(lengths))),
@@ -104,7 +104,7 @@ BAD_FIELDS = {
     "conversation": [1, True, [], {}, 1.5, ["talk"]],
     "titles": [None, 1, "abc", {}, ["a"], ["a"] * 4, ["a", "b", 3], ["x" * 81] * 3],
     "save_tail": [2, -1, None, "0", 1.0, [], True],
-    "namespace": ["", None, 5, ["tenant"]],
+    "namespace": ["", None, 5, ["tenant"], "x" * 257],
     "policy": ["best", "", None, 1, ["daric"], {}],
     "avg_chunk_budget": [10**400, 0, -1, 1.5, "32", None, True, [32]],
     "initial_ratio": [0, 0.0, 1.0, 1, -0.1, "0.1", None, True, [0.1], float("nan")],

@@ -210,6 +210,32 @@ def test_nothing_selected_is_not_everything(folder: Path, command: str) -> None:
     assert held(folder) == {*NUMBERS}
 
 
+@pytest.mark.parametrize("command", ["pin", "unpin", "evict", "verify", "ls"])
+@pytest.mark.parametrize(
+    "option", ["--title", "--namespace", "--model", "--older-than", "--store"]
+)
+def test_an_unset_variable_is_not_everything(
+    folder: Path, command: str, option: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{option} is empty: .* leave it out"):
+        invoke(command, option, "")
+    assert held(folder) == {*NUMBERS}
+
+
+def test_an_empty_name_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="DOCUMENT is empty"):
+        invoke("evict", "", "--all", "--yes")
+    assert held(folder) == {*NUMBERS}
+
+
+@pytest.mark.parametrize("model", ["XYZ", FINGERPRINT.hex()[:3], "00 0"])
+def test_what_is_no_fingerprint_names_no_model(folder: Path, model: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{model}' names no model"):
+        invoke("evict", "--model", model)
+    answer("evict", "--model", FINGERPRINT.hex()[:4])
+    assert held(folder) == set()
+
+
 def test_an_ambiguous_name_changes_nothing(folder: Path) -> None:
     with pytest.raises(ConfigError, match="3 documents begin with '0000'") as raised:
         invoke("evict", "0000")
@@ -217,10 +243,17 @@ def test_an_ambiguous_name_changes_nothing(folder: Path) -> None:
     assert held(folder) == {*NUMBERS}
 
 
-def test_evict_all_from_a_script_needs_yes(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["--all"], ["--older-than", "0s"], ["--title", "*"]]
+)
+def test_evicting_everything_from_a_script_needs_yes(
+    folder: Path, arguments: list[str]
+) -> None:
     with pytest.raises(ConfigError, match="--yes"):
-        invoke("evict", "--all")
+        invoke("evict", *arguments)
     assert held(folder) == {*NUMBERS}
+    answer("evict", *arguments, "--yes")
+    assert held(folder) == set()
 
 
 @pytest.mark.parametrize(("reply", "left"), [("n", {*NUMBERS}), ("y", set())])

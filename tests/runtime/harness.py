@@ -121,11 +121,15 @@ class Harness:
             self.run((chunk, QUESTION), max_tokens=1)
         self.engine.clear_prefix_cache()
 
+    def scheduler_side(self, function: Any) -> Any:
+        """Runs `function(scheduler side)` in the engine's thread."""
+        return self.engine._loop.call(
+            lambda e: function(e.engine_core.engine_core.scheduler.connector.scheduler)
+        )
+
     def spy_tracked(self) -> dict[str, Any]:
         """Requests that the scheduler side still knows."""
-        tracked: dict[str, Any] = self.engine._loop.call(
-            lambda e: e.engine_core.engine_core.scheduler.connector.scheduler._tracked
-        )
+        tracked: dict[str, Any] = self.scheduler_side(lambda side: side._tracked)
         return tracked
 
     @contextmanager

@@ -66,6 +66,32 @@ def test_a_miss_leaves_what_a_hit_loads(harness_of: HarnessPool, name: str) -> N
     assert hit.logprobs == miss.logprobs
 
 
+@pytest.mark.parametrize("index_knows", [False, True])
+def test_nothing_is_computed_on_top_of_what_is_left_of_a_document(
+    harness_of: HarnessPool, name: str, index_knows: bool
+) -> None:
+    """Or the answer would depend on which records happened to survive."""
+    harness = harness_for(harness_of, name)
+    prompt = random_prompt(7 + index_knows, LENS)
+    harness.store(prompt.chunks[:1])
+    miss, layout = harness.run(prompt.chunks)
+    after_miss = harness.last_cache(layout.prompt_len)
+    plan = next(plan for plan in reversed(harness.spy.plans) if plan.requests)
+    (document,) = [chunk for chunk in plan.requests[-1].chunks if chunk.keys[1:]]
+
+    harness.on_worker(lambda worker: worker._side.store.delete(document.keys[-1]))
+    if index_knows:
+        harness.scheduler_side(lambda side: side._view.forget(document.keys[-1:]))
+    harness.engine.clear_prefix_cache()
+    again, _ = harness.run(prompt.chunks)
+
+    assert again.reuse.generated_tokens == document.num_tokens
+    cache = harness.last_cache(layout.prompt_len)
+    assert torch.equal(cache.keys, after_miss.keys)
+    assert torch.equal(cache.values, after_miss.values)
+    assert again.token_ids == miss.token_ids
+
+
 def test_loaded_kv_is_off_by_half_a_code_at_most(
     harness_of: HarnessPool, name: str
 ) -> None:

@@ -77,6 +77,20 @@ def read(tier, number: int) -> bytes | None:
     return None if found is None else bytes(found.payload)
 
 
+def keys(*numbers: int) -> list[bytes]:
+    return [key(number) for number in numbers]
+
+
+def uses(tier) -> dict[bytes, int]:
+    """How often each record was used, as every process sees it."""
+    return {row.key: row.uses for row in tier.segments()}
+
+
+def path_of(tier, number: int) -> Path:
+    (name,) = [row.filename for row in tier.segments() if row.key == key(number)]
+    return tier.directory / name
+
+
 def record_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("??/??/*.val"))
 

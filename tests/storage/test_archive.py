@@ -2,12 +2,15 @@
 
 import json
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import pytest
 
 from daric_rag.errors import StoreError
 from daric_rag.storage import DiskTier, RecordCipher
+from daric_rag.storage.archive import export_documents
 from daric_rag.storage.archive_import import import_records
+from daric_rag.storage.documents import DocumentTree
 from daric_rag.storage.format import HEADER_LEN
 from tests.storage.archives import (
     NUMBERS,
@@ -121,7 +124,10 @@ def test_an_archive_packed_anew_by_tar_is_accepted(archive, open_tier, tmp_path)
 def test_a_sealed_export_shows_nothing_and_needs_its_key(fill, open_tier, tmp_path):
     path = tmp_path / "sealed.tar"
     export(fill(cipher=CIPHER), path, key_id=CIPHER.key_id)
-    assert not any(payload(n) in path.read_bytes() for n in NUMBERS)
+    content = path.read_bytes()
+    assert not any(payload(n) in content for n in NUMBERS)
+    for word in (b"Report", b"Plan", b"default"):  # The last is their tenant.
+        assert word not in content
     plain = open_tier("plain")
     for wrong in (None, RecordCipher(b"w" * 32)):
         with pytest.raises(StoreError, match="--archive-key-file"):
@@ -209,6 +215,14 @@ def test_damaged_and_lost_records_are_left_out_and_told(fill, open_tier, tmp_pat
     assert done.failures.counts == {"checksum": 1, "gone": 1, "short": 1}
     report = import_records(open_tier("target"), path)
     assert (report.num_records, report.num_missing) == (2, 3)
+
+
+def test_an_export_takes_no_more_memory_than_the_files(fill, tmp_path):
+    source, path = fill(), tmp_path / "all.tar"
+    rows = [replace(row, nbytes=1 << 60) for row in source.segments()]
+    tree = DocumentTree(rows)
+    done = export_documents(source.directory, tree, tree.documents, path)
+    assert done.failures.counts == {"length": len(NUMBERS)}
 
 
 def test_an_export_that_fails_leaves_no_file(fill, tmp_path):

@@ -129,7 +129,7 @@ def test_opening_reads_the_rows_at_once_and_no_file(open_disk, folder, monkeypat
     for path in record_files(folder):
         path.unlink()
     assert len(open_disk().keys()) == 50
-    assert sum("FROM Cache" in statement for statement in statements) == 2
+    assert sum("FROM Cache" in statement for statement in statements) == 3
     assert any("WHERE key >=" in statement for statement in statements)
 
 

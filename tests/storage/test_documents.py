@@ -242,6 +242,38 @@ def test_a_name_that_fits_nothing_is_refused(name, text):
         titles(names=(name,))
 
 
+@pytest.mark.parametrize("model", ["", "abc", "xyz9", "abcd "])
+def test_a_model_that_is_no_fingerprint_is_refused(model):
+    with pytest.raises(ConfigError, match="names no model: give 4 or more hex digits"):
+        titles(model=model)
+
+
+def test_an_empty_title_is_that_of_untitled_documents():
+    assert titles(title="") == set()
+    untitled = DocumentTree([row(1, ROOT, 0), row(2, ROOT, 0, title="Titled")])
+    chosen = select(untitled.documents, Selection(title=""), now=NOW)
+    assert [document.key for document in chosen] == [key(1)]
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        ({"all": True}, True),
+        ({"unused_for_s": 0.0}, True),
+        ({"title": "**"}, True),
+        ({"title": "*", "unused_for_s": 0.0}, True),
+        ({"title": ""}, False),
+        ({"title": "*t"}, False),
+        ({"unused_for_s": 1.0}, False),
+        ({"all": True, "namespace": "tenant"}, False),
+        ({"unused_for_s": 0.0, "model": "abcd"}, False),
+        ({"unused_for_s": 0.0, "names": ("abcd",)}, False),
+    ],
+)
+def test_a_selection_without_limits_knows_that_it_has_none(selection, expected):
+    assert Selection(**selection).is_unlimited is expected
+
+
 def test_an_empty_selection_knows_that_it_is():
     assert Selection().is_empty
     assert not Selection(all=True).is_empty

@@ -1,14 +1,17 @@
 """Writing behind: in order, at most so much, and loads before saves."""
 
+import os
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from daric_rag.errors import StoreError
-from daric_rag.storage.io_pool import ReadPool, WriteBehind
-from tests.storage.records import RECORD_BYTES, key, record
+from daric_rag.storage.io_pool import WriteBehind
+from daric_rag.storage.read_pool import ReadPool
+from tests.storage.records import RECORD_BYTES, key, keys, record
 
 
 class Sink:
@@ -59,10 +62,6 @@ def open_queue(sink):
 
 def submit(queue, number, timeout_s=0.01, **fields):
     return queue.submit(record(number, **fields), timeout_s=timeout_s)
-
-
-def keys(*numbers):
-    return [key(number) for number in numbers]
 
 
 def test_records_are_written_in_order(open_queue, sink):
@@ -223,6 +222,38 @@ def test_closing_writes_what_waits_and_ends_the_thread(open_queue, sink):
         submit(queue, 9)
 
 
+def test_idle_work_needs_no_write_and_survives_a_defect(open_queue, sink, caplog):
+    done = []
+    is_done = threading.Event()
+
+    def work():
+        done.append(threading.current_thread())
+        if len(done) == 1:
+            raise OSError("a defect")
+        is_done.set()
+
+    queue = open_queue(on_idle=work, idle_interval_s=0.001)
+    queue.start()
+    queue.start()
+    assert is_done.wait(30)
+    submit(queue, 1)
+    queue.flush()
+    queue.close()
+
+    assert sink.written == keys(1)
+    assert set(done) == {done[0]} != {threading.current_thread()}
+    assert len(caplog.records) == 1
+    assert queue.failures == 0
+
+
+def test_no_thread_is_started_after_the_end(open_queue, sink):
+    queue = open_queue()
+    queue.close()
+    queue.start()
+    queue.close()
+    assert not sink.exited.is_set()
+
+
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_pool_answers_in_order(num_threads):
     pool = ReadPool(num_threads)
@@ -237,3 +268,47 @@ def test_a_pool_works_side_by_side():
     pool = ReadPool(3)
     assert len(set(pool.map(lambda _: barrier.wait(30), range(3)))) == 3
     pool.close()
+
+
+def test_a_forked_child_waits_for_nothing_and_writes_nothing(tmp_path):
+    entered, leave = threading.Event(), threading.Event()
+
+    def write(one):
+        entered.set()
+        leave.wait(30)
+
+    writer = WriteBehind(
+        write,
+        max_pending_bytes=10 * RECORD_BYTES,
+        on_exit=lambda: None,
+        hold=lambda keys: None,
+        release=lambda keys: None,
+    )
+    writer.submit(record(1), timeout_s=None)
+    entered.wait(30)
+    child = os.fork()
+    if child == 0:
+        try:
+            took = writer.submit(record(2), timeout_s=None)
+            writer.flush()
+            writer.close()
+            os._exit(3 if took else 0)
+        finally:
+            os._exit(4)
+    _, status = os.waitpid(child, 0)
+    leave.set()
+    writer.close()
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert writer.queued() == (0, 0)
+
+
+def test_a_pool_that_is_closed_meanwhile_still_answers():
+    pool = ReadPool(2)
+
+    for _ in range(50):
+        with ThreadPoolExecutor(2) as both:
+            answers = [
+                both.submit(pool.map, lambda n: 2 * n, [1, 2, 3]),
+                both.submit(pool.close),
+            ]
+        assert answers[0].result() == [2, 4, 6]

@@ -120,7 +120,7 @@ def test_reclaim_takes_leftovers_and_leaves_the_rest(open_disk, folder):
     assert tier.reclaim().nbytes == 0
     assert len(record_files(folder)) == 1
     assert (folder / "notes.txt").exists()
-    assert not (folder / "00").exists()
+    assert not (folder / "00/00").exists()
     assert read(tier, 0) == payload(0)
 
 
