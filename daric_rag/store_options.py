@@ -160,6 +160,7 @@ def opened(
     *,
     disk_bytes: int | None = None,
     writes: bool = False,
+    creates: bool = False,
 ) -> Iterator[tuple[DiskTier, RecordCipher | None]]:
     """Yield a store that is there, and its cipher if it has one; closed at the end.
 
@@ -168,6 +169,7 @@ def opened(
         key_file: Of the key that it is encrypted with; None for the environment's.
         disk_bytes: Budget for what will be written.
         writes: Whether a store that can only be read is of no use.
+        creates: Whether to make one where nothing is.
 
     Raises:
         ConfigError: If an option is empty, or two keys are given.
@@ -185,6 +187,7 @@ def opened(
         capacity_bytes=disk_bytes or NO_LIMIT,
         cipher=cipher,
         writes=writes,
+        creates=creates,
     )
     try:
         yield disk, cipher

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from daric_rag.cli_common import Json, make_console
-from daric_rag.errors import ConfigError
+from daric_rag.errors import ConfigError, StoreError
 from daric_rag.store_options import (
     DEFAULT_DISK_BYTES,
     All,
@@ -94,6 +94,8 @@ def import_file(
 ) -> None:
     """Add the documents of a file to a store; each record is checked for damage.
 
+    Where no store is yet, one is made.
+
     Import only from whom you trust: false records would steer the answers. Stops
     where the store is full, unless --evict is given. Titles and pins come along.
     """
@@ -109,7 +111,12 @@ def import_file(
             "evicted down to that"
         )
     budget = parse_bytes(DEFAULT_DISK_BYTES if disk_bytes is None else disk_bytes)
-    with opened(store, key_file, disk_bytes=budget, writes=True) as (disk, cipher):
+    if not file.is_file():
+        raise StoreError(f"cannot read {file}: name what `daric store export` wrote")
+    with opened(store, key_file, disk_bytes=budget, writes=True, creates=True) as (
+        disk,
+        cipher,
+    ):
         if archive_key_file is not None:
             cipher = load_cipher(archive_key_file, environ={})
         with progress_bar(make_console(stderr=True), "importing") as bar:

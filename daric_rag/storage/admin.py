@@ -15,6 +15,7 @@ from daric_rag.storage.disk import DiskTier
 from daric_rag.storage.documents import Document, DocumentTree
 from daric_rag.storage.folder import MARKER
 from daric_rag.storage.format import RecordError
+from daric_rag.storage.index_faults import has_room
 
 __all__ = [
     "NO_LIMIT",
@@ -81,14 +82,17 @@ def open_existing(
     capacity_bytes: int = NO_LIMIT,
     cipher: RecordCipher | None = None,
     writes: bool = False,
+    creates: bool = False,
 ) -> DiskTier:
-    """Open a store that is there; never makes one.
+    """Open a store that is there; makes one only if told to.
 
     Args:
         path: Its folder.
         capacity_bytes: Budget for what will be written.
         cipher: If it is encrypted.
-        writes: Whether a store that can only be read is of no use.
+        writes: Whether a store that can only be read is of no use. One on a full
+            disk is: evicting makes it writable.
+        creates: Whether to make one where nothing is.
 
     Raises:
         StoreError: If there is none, or it cannot be opened as wanted.
@@ -103,7 +107,7 @@ def open_existing(
             f"cannot look into {directory} ({error.strerror}): run as its owner"
         ) from error
     markers = sorted(name for name in names if name.startswith(_ANY_MARKER))
-    if MARKER not in markers:
+    if MARKER not in markers and (names or not creates):
         if markers:
             raise StoreError(
                 f"the store in {directory} is of another version ({markers[-1]}, this "
@@ -114,7 +118,7 @@ def open_existing(
             "with --store or DARIC_STORE"
         )
     disk = DiskTier(directory, capacity_bytes, cipher=cipher)
-    if writes and disk.read_only:
+    if writes and disk.read_only and has_room(directory):
         disk.close()
         raise StoreError(
             f"the store in {directory} can only be read: make folder and file system "

@@ -1,12 +1,16 @@
 """Whose folder it is: the marker that makes it a store, and names the key."""
 
 import logging
+import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from daric_rag.errors import StoreError
-from daric_rag.storage.recovery import discard_index, discard_records
+from daric_rag.storage.format import RecordError
+from daric_rag.storage.record_file import TEMPORARY_SUFFIX, read_header
+from daric_rag.storage.recovery import discard_index, discard_records, list_files
 
 __all__ = ["MARKER", "check_marker", "check_names", "claim"]
 
@@ -20,7 +24,7 @@ _MARKER_TEXT: Final = (
     "deleting it costs the time to compute the records again.\n"
     "key: {key_id}\n"
 )
-_MARKER_KEY: Final = re.compile(r"^key: (\S+)$", re.MULTILINE)
+_MARKER_KEY: Final = re.compile(r"^key: (\S+)\n", re.MULTILINE)
 _NO_KEY: Final = "none"
 
 _OUR_NAME: Final = re.compile(
@@ -48,26 +52,44 @@ def claim(directory: Path, key_id: str | None) -> None:
         )
         discard_index(directory)
         discard_records(directory)
-    temporary = directory / (MARKER + ".tmp")
-    text = _MARKER_TEXT.format(key_id=key_id or _NO_KEY)
-    temporary.write_text(text, encoding="ascii")
-    temporary.rename(directory / MARKER)
+    _write_marker(directory, key_id)
     old.unlink(missing_ok=True)
 
 
+def _write_marker(directory: Path, key_id: str | None) -> None:
+    temporary = directory / (MARKER + ".tmp")
+    with open(temporary, "w", encoding="ascii") as file:
+        file.write(_MARKER_TEXT.format(key_id=key_id or _NO_KEY))
+        file.flush()
+        # After a power cut nothing else would tell the key of what was synced.
+        os.fsync(file.fileno())
+    temporary.rename(directory / MARKER)
+    with suppress(OSError):  # Some file systems sync no folders.
+        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
 def check_marker(directory: Path, key_id: str | None) -> bool:
-    """Whether the folder has our marker.
+    """Whether the folder has our marker, whole; if not, the records are asked.
 
     Raises:
-        StoreError: If it names another key, or the folder is not ours.
+        StoreError: If marker or records are of another key, or the folder is not ours.
     """
     check_names(directory)
     try:
         text = (directory / MARKER).read_text(encoding="ascii", errors="replace")
     except FileNotFoundError:
-        return False
+        text = ""
     found = _MARKER_KEY.search(text)
-    stored = found[1] if found else _NO_KEY
+    is_old = not text and (directory / f"{_MARKER_PREFIX}1").exists()
+    is_sealed = None if found or is_old else _are_records_sealed(directory)
+    if found is None and is_sealed in (None, key_id is not None):
+        return False
+    lost = "that its damaged marker named" if is_sealed else _NO_KEY
+    stored = found[1] if found else lost
     if stored == (key_id or _NO_KEY):
         return True
     if stored == _NO_KEY:
@@ -81,6 +103,15 @@ def check_marker(directory: Path, key_id: str | None) -> bool:
         "set DARIC_STORE_KEY or DARIC_STORE_KEY_FILE to that key, or choose another "
         "folder"
     )
+
+
+def _are_records_sealed(directory: Path) -> bool | None:
+    """Whether the first record that can be read is encrypted; None if none can."""
+    for name, path in list_files(directory):
+        if not name.endswith(TEMPORARY_SUFFIX):
+            with suppress(RecordError, OSError):
+                return read_header(path)[0].encrypted
+    return None
 
 
 def check_names(directory: Path) -> None:

@@ -24,7 +24,7 @@ import os
 import random
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -38,7 +38,7 @@ from daric_rag.storage.index_reader import (
     IndexReader,
     ReadOnlyDatabase,
 )
-from daric_rag.storage.inert_disk import RecordDisk
+from daric_rag.storage.inert_disk import RecordDisk, retrying
 from daric_rag.storage.rows import (
     MAX_INT,
     MODE_RECORD,
@@ -61,7 +61,8 @@ __all__ = [
     "State",
 ]
 
-DATABASE_ERRORS: Final = (sqlite3.Error, diskcache.Timeout)
+# Where a name in the index is damaged, not even SQLite's own message can be decoded.
+DATABASE_ERRORS: Final = (sqlite3.Error, diskcache.Timeout, UnicodeDecodeError)
 
 # Who sleeps through more deletions than this reads all rows anew.
 _NUM_DELETED_KEPT: Final = 100_000
@@ -100,19 +101,20 @@ class RecordDatabase(IndexReader, diskcache.Cache):  # type: ignore[misc]
             self.close()
             raise
 
-    def check(self, *, thorough: bool = False) -> None:
-        """Look through the whole index.
+    @property
+    def _sql_retry(self) -> Callable[..., sqlite3.Cursor]:
+        # diskcache's own tries for 60 s, and others wait for the folder's lock.
+        return retrying(self._sql, LOCK_TIMEOUT_S)
 
-        Args:
-            thorough: Also whether its parts agree, which takes several times longer.
+    def try_changes(self) -> None:
+        """Run every trigger, which no check looks at; nothing is changed.
 
         Raises:
-            sqlite3.DatabaseError: If it is damaged.
+            sqlite3.Error, diskcache.Timeout: If one is damaged, or cannot be run now.
         """
-        pragma = "integrity_check" if thorough else "quick_check"
-        (found,) = self._sql(f"PRAGMA {pragma}(1)").fetchone()
-        if found != "ok":
-            raise sqlite3.DatabaseError(str(found))
+        with self.transact():
+            for statement in _TRIAL:
+                self._sql(statement)
 
     def finish(self) -> None:
         """Make sure of the sum of all sizes, and say that the index is complete.
@@ -152,7 +154,7 @@ class RecordDatabase(IndexReader, diskcache.Cache):  # type: ignore[misc]
                     (change.number, change.clock),
                 )
                 self._forget_deleted(state)
-        except sqlite3.Error:
+        except (sqlite3.Error, UnicodeDecodeError):
             # After a failed COMMIT the connection is still inside its transaction
             # and would refuse the next one; closing it rolls back.
             self.close()
@@ -274,6 +276,12 @@ class RecordDatabase(IndexReader, diskcache.Cache):  # type: ignore[misc]
 _ASSIGNED: Final = (
     "store_time = ?, mode = ?, filename = ?, size = ?, value = ?, access_time = ?,"
     " access_count = ?, daric_priority = ?, daric_pins = ?, daric_change = ?"
+)
+
+_TRIAL: Final = (
+    "INSERT INTO Cache(key, raw, size) VALUES ('', 1, 0)",
+    "UPDATE Cache SET size = 1 WHERE key = ''",
+    "DELETE FROM Cache WHERE key = ''",
 )
 
 _CREATE_OURS: Final = (

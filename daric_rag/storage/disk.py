@@ -74,7 +74,9 @@ class DiskTier:
         self._process = os.getpid()
         order = policy_of(policy, capacity_bytes)
         key_id = cipher.key_id if cipher else None
-        self._index = SharedIndex(self._directory, order, key_id)
+        self._index = SharedIndex(
+            self._directory, order, key_id, sweeps=capacity_bytes < 1 << 62
+        )
         self._catalog = self._index.catalog
         self._ledger = Ledger(self._index, capacity_bytes, order)
         self._saver = Saver(self._index, self._ledger, capacity_bytes, cipher)
@@ -263,7 +265,8 @@ class DiskTier:
         return os.getpid() == self._process
 
     def _remove(self, keys: Iterable[bytes]) -> int:
-        if not self._is_usable() or self.read_only:
+        keys = list(keys)
+        if not self._is_usable() or not self._index.make_room(keys):
             return 0
         try:
             return self._ledger.remove(keys)

@@ -14,9 +14,11 @@ import fcntl
 import logging
 import os
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Final
 
 from daric_rag.errors import StoreError
 from daric_rag.storage.claim import MARKER, check_marker, check_names, claim
@@ -38,16 +40,26 @@ from daric_rag.storage.recovery import (
     salvage_uses,
     set_index_aside,
 )
+from daric_rag.storage.sweeping import sweep
 
 __all__ = ["MARKER", "check_folder", "open_database", "open_read_only"]
 
 _logger = logging.getLogger(__name__)
 
+# Twice what whoever holds the lock may wait for SQLite's, and more.
+_LOCK_TIMEOUT_S: Final = 30.0
+_LOCK_POLL_S: Final = 0.01
+
 Load = Callable[[RecordDatabase], None]
 
 
 def open_database(
-    directory: Path, key_id: str | None, load: Load, *, anew: bool = False
+    directory: Path,
+    key_id: str | None,
+    load: Load,
+    *,
+    anew: bool = False,
+    sweeps: bool = True,
 ) -> RecordDatabase:
     """Claim a folder, open its index and load it; from the records if it is damaged.
 
@@ -56,10 +68,11 @@ def open_database(
         key_id: Of the key that the records are sealed with; None for plain ones.
         load: Reads all rows. It is called again if they turn out to be damaged.
         anew: Whether the index was found to be damaged while in use.
+        sweeps: Whether files that no row names go; who only looks deletes nothing.
 
     Raises:
         StoreError: If the folder belongs to something else, to a later version or to
-            another key.
+            another key; or another process, opening it, does not go on.
         OSError, ValueError, sqlite3.Error, diskcache.Timeout: If it cannot be made,
             read or written.
     """
@@ -67,7 +80,7 @@ def open_database(
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _locked(directory):
         claim(directory, key_id)
-        database = _open_index(directory, load, thorough=anew)
+        database = _open_index(directory, load, thorough=anew, sweeps=sweeps)
         if database is None:
             database = _make_anew(directory, load)
         discard_old_index(directory)
@@ -75,7 +88,7 @@ def open_database(
 
 
 def _open_index(
-    directory: Path, load: Load, *, thorough: bool
+    directory: Path, load: Load, *, thorough: bool, sweeps: bool
 ) -> RecordDatabase | None:
     """Open the index that is there; None if it is to be made anew from records."""
     is_new = not _has_index(directory)
@@ -91,9 +104,13 @@ def _open_index(
         database = RecordDatabase(directory)
         try:
             database.check(thorough=thorough)
+            if thorough:
+                database.try_changes()
             if not is_new and not database.is_finished() and has_records(directory):
                 raise sqlite3.DatabaseError("who was making it ended before its end")
             load(database)
+            if sweeps and not is_new:
+                sweep(directory, database)
             database.finish()
         except BaseException:
             database.close()
@@ -144,9 +161,9 @@ def open_read_only(
     """
     if isinstance(error, StoreError):
         raise error
-    if is_about_writing(error):
+    if is_about_writing(error, directory):
         with suppress(OSError, sqlite3.Error):
-            if check_marker(directory, key_id):
+            if check_marker(directory, key_id) or has_records(directory):
                 return ReadOnlyDatabase(directory)
     raise StoreError(
         f"cannot open the store in {directory} ({reason_of(error)}): choose a "
@@ -180,8 +197,31 @@ def _locked(directory: Path) -> Iterator[None]:
     """Let one process at a time claim and open the folder; others wait."""
     file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # Some network file systems lock no folders.
-            fcntl.flock(file, fcntl.LOCK_EX)
+        _wait_for_lock(file, directory)
         yield
     finally:
         os.close(file)
+
+
+def _wait_for_lock(file: int, directory: Path) -> None:
+    deadline, changed_at = 0.0, -1
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass
+        except OSError:
+            return  # Some network file systems lock no folders.
+        else:
+            return
+        now = time.monotonic()
+        # Who makes a large index anew touches the folder from time to time.
+        if (found := os.fstat(file).st_mtime_ns) != changed_at:
+            deadline, changed_at = now + _LOCK_TIMEOUT_S, found
+        if now > deadline:
+            raise StoreError(
+                f"another process began to open the store in {directory} and does not "
+                "go on: let it go on or end it (`fuser -v` with the folder names it), "
+                "and try again"
+            )
+        time.sleep(_LOCK_POLL_S)

@@ -68,7 +68,7 @@ _MAX_PAYLOAD_LEN: Final = 1 << 40
 MAX_SIDE_DATA_LEN: Final = 1 << 16
 
 RecordErrorKind = Literal[
-    "short", "magic", "version", "checksum", "shape", "length", "identity"
+    "short", "magic", "version", "checksum", "shape", "length", "identity", "sealing"
 ]
 
 

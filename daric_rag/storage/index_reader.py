@@ -52,6 +52,20 @@ class IndexReader:
         """Whether another connection is to the same file."""
         return os.path.samestat(self._identity, other._identity)
 
+    def check(self, *, thorough: bool = False) -> None:
+        """Look through the whole index.
+
+        Args:
+            thorough: Also whether its parts agree, which takes several times longer.
+
+        Raises:
+            sqlite3.DatabaseError: If it is damaged.
+        """
+        pragma = "integrity_check" if thorough else "quick_check"
+        (found,) = self._sql(f"PRAGMA {pragma}(1)").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(str(found))
+
     def state(self) -> State:
         """Return how far the index has come.
 
@@ -111,6 +125,10 @@ class IndexReader:
         rows = self._sql(query, bounds)
         return [Reservation(*row) for row in rows if is_reservation(*row)]
 
+    def filenames(self) -> set[str]:
+        """Names of all files that have a row, reserved ones included."""
+        return {name for (name,) in self._sql("SELECT filename FROM Cache")}
+
 
 class ReadOnlyDatabase(IndexReader):
     """An index that this process may only read; one connection for all threads.
@@ -163,7 +181,7 @@ class ReadOnlyDatabase(IndexReader):
                 return connection
             except sqlite3.OperationalError as error:
                 connection.close()
-                words = ("unable to open", "readonly")
+                words = ("unable to open", "readonly", "disk I/O error", "is full")
                 if self._is_immutable or not any(w in str(error) for w in words):
                     raise
         raise AssertionError("unreachable")

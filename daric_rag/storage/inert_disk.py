@@ -1,12 +1,15 @@
-"""diskcache without its serialisation."""
+"""diskcache without its serialisation and its endless patience."""
 
+import sqlite3
+import time
+from collections.abc import Callable
 from typing import Any
 
 import diskcache
 
 from daric_rag.errors import StoreError
 
-__all__ = ["RecordDisk"]
+__all__ = ["RecordDisk", "retrying"]
 
 
 class RecordDisk(diskcache.Disk):  # type: ignore[misc]
@@ -34,3 +37,24 @@ class RecordDisk(diskcache.Disk):  # type: ignore[misc]
 
     def remove(self, file_path: object) -> None:
         """Leave the file alone."""
+
+
+def retrying(
+    execute: Callable[..., sqlite3.Cursor], timeout_s: float
+) -> Callable[..., sqlite3.Cursor]:
+    """Repeat a statement while the index is locked.
+
+    SQLite itself does not wait where a lock that is held is to be a stronger one.
+    """
+
+    def retry(*args: object) -> sqlite3.Cursor:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return execute(*args)
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.001)
+
+    return retry

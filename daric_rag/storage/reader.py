@@ -112,7 +112,8 @@ class Reader:
             return None
         if isinstance(result, RecordError):
             self._catalog.count("corrupt")
-            self._condemn(key, filename)
+            if result.kind != "sealing":  # Whole, and perhaps of use with its key.
+                self._condemn(key, filename)
             self._index.notices.warn(
                 result.kind, "a record could not be read: %s", result
             )

@@ -4,6 +4,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from daric_rag.storage.index_faults import has_room
 from daric_rag.storage.ledger import Ledger
 from daric_rag.storage.record_file import TEMPORARY_SUFFIX
 from daric_rag.storage.recovery import list_files, list_folders
@@ -40,10 +41,12 @@ def reclaim(index: SharedIndex, ledger: Ledger, *, dry_run: bool = False) -> Rec
         dry_run: Only count.
 
     Raises:
-        PermissionError: If the store was opened for reading only.
+        OSError: If the store was opened for reading only.
         sqlite3.Error, diskcache.Timeout: If the index cannot be read or written.
     """
     if index.read_only and not dry_run:
+        if not has_room(index.directory):
+            raise OSError("the disk is full: free space or evict documents first")
         raise PermissionError("it was opened for reading only")
     dead = ledger.reclaim_dead(dry_run=dry_run)
     before = {row.filename: row for row in index.rows()}

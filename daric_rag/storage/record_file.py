@@ -159,7 +159,7 @@ def read_record_file(
             check_identity(header, key, fingerprint or header.fingerprint)
             if header.encrypted != (cipher is not None):
                 word = "" if header.encrypted else "not "
-                raise RecordError("identity", f"{path.name} is {word}encrypted")
+                raise RecordError("sealing", f"{path.name} is {word}encrypted")
             payload = allocate(header.payload_len)
             side_data = bytearray(header.side_data_len)
             parts = [payload, memoryview(side_data)]

@@ -1,6 +1,7 @@
 """Making a lost index anew from the records themselves, and deleting leftovers."""
 
 import logging
+import os
 import re
 import sqlite3
 import time
@@ -171,6 +172,8 @@ def rebuild(
         rows[row.key] = row
         if time.monotonic() > reported + _PROGRESS_INTERVAL_S:
             reported = time.monotonic()
+            with suppress(OSError):
+                os.utime(directory)  # Who waits to open it sees that this goes on.
             _logger.warning("%d records found in %s so far", len(rows), directory)
     ordered = sorted(rows.values(), key=lambda row: row.last_used)
     for start in range(0, len(ordered), _ROWS_PER_TRANSACTION):

@@ -28,7 +28,7 @@ from daric_rag.storage.database import (
     SegmentRow,
 )
 from daric_rag.storage.folder import open_database, open_read_only
-from daric_rag.storage.index_faults import is_damage
+from daric_rag.storage.index_faults import has_room, is_damage
 from daric_rag.storage.notices import Notices
 from daric_rag.storage.replica import Replica
 
@@ -47,23 +47,30 @@ class SharedIndex:
         directory: The store's folder, absolute.
         policy: What uses are worth.
         key_id: Of the key that records are sealed with.
+        sweeps: As in `open_database`.
 
     Raises:
         StoreError: If the folder cannot be used; the text names the mend.
     """
 
     def __init__(
-        self, directory: Path, policy: EvictionPolicy, key_id: str | None
+        self,
+        directory: Path,
+        policy: EvictionPolicy,
+        key_id: str | None,
+        *,
+        sweeps: bool = True,
     ) -> None:
         self.directory: Final = directory
         self.catalog: Final = Catalog(policy)
         self.notices: Final = Notices(_logger)
         self.condemned: Final = Condemned()
         self.lock: Final = threading.RLock()
-        self._key_id = key_id
+        self._key_id, self._sweeps = key_id, sweeps
         self._replica = Replica(self.catalog, self.condemned)
         self._is_damaged = False
         self._is_busy = False
+        self._is_full = False
         self._database: RecordDatabase | ReadOnlyDatabase
         self._open()
 
@@ -211,6 +218,27 @@ class SharedIndex:
             if isinstance(self._database, RecordDatabase):
                 self._database.shrink_journal()
 
+    def make_room(self, keys: Iterable[bytes]) -> bool:
+        """Whether the index can be written; on a full disk, once records have gone.
+
+        A row takes room to delete: of these records, as many files as it takes go
+        first.
+
+        Raises:
+            StoreError: If the store cannot be used any more.
+        """
+        if not self.read_only or not self._is_full:
+            return not self.read_only
+        with self.lock:
+            for name in filter(None, map(self.catalog.find, keys)):
+                if has_room(self.directory):
+                    break
+                with suppress(OSError):
+                    (self.directory / name).unlink()
+            self._database.close()
+            self._open()
+        return not self.read_only
+
     def close_thread(self) -> None:
         """Close the calling thread's connection; it reopens when needed."""
         if isinstance(self._database, RecordDatabase):
@@ -223,13 +251,18 @@ class SharedIndex:
     def _open(self) -> None:
         try:
             self._database = open_database(
-                self.directory, self._key_id, self._replica.load, anew=self._is_damaged
+                self.directory,
+                self._key_id,
+                self._replica.load,
+                anew=self._is_damaged,
+                sweeps=self._sweeps,
             )
             self._is_damaged = False
         except Exception as error:
             self._database = open_read_only(self.directory, self._key_id, error)
             with suppress(*DATABASE_ERRORS):
                 self._replica.load(self._database)
+            self._is_full = not has_room(self.directory)
             self.notices.warn(
                 "read-only",
                 "the store in %s can only be read (%s): nothing is saved until it can "

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-__all__ = ["WRITERS", "WriterLock", "bury_dead", "is_dead"]
+__all__ = ["WRITERS", "WriterLock", "bury_dead", "has_living_writer", "is_dead"]
 
 WRITERS: Final = "writers"
 _SUFFIX: Final = ".lock"
@@ -120,6 +120,15 @@ def bury_dead(directory: Path) -> int:
             with suppress(ValueError):
                 num_dead += is_dead(directory, uuid.UUID(path.stem).bytes)
     return num_dead
+
+
+def has_living_writer(directory: Path) -> bool:
+    """Whether somebody writes to the store, or may be doing so."""
+    for path in (directory / WRITERS).glob("*" + _SUFFIX):
+        with suppress(ValueError):
+            if not is_dead(directory, uuid.UUID(path.stem).bytes, bury=False):
+                return True
+    return False
 
 
 def _path(directory: Path, writer_id: bytes) -> Path:

@@ -149,6 +149,18 @@ def test_no_store_is_made_where_none_is(tmp_path: Path, command: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_import_makes_the_store_of_a_new_machine(
+    folder: Path, tmp_path: Path
+) -> None:
+    file, new = str(tmp_path / "all.tar"), tmp_path / "new"
+    with pytest.raises(StoreError, match="cannot read"):
+        invoke("import", file, "--store", str(new))
+    assert not new.exists()
+    answer("export", file, "--all", "--store", str(folder))
+    answer("import", file, "--store", str(new))
+    assert titles(new) == titles(folder)
+
+
 def test_the_default_is_the_user_s_cache_folder(cache_home: Path) -> None:
     with pytest.raises(StoreError, match=str(cache_home / "daric_rag" / "store")):
         invoke("ls")

@@ -263,3 +263,24 @@ def test_an_index_damaged_while_in_use_is_made_anew(open_disk, folder, monkeypat
         payload(number) for number in range(30)
     ]
     assert read(open_disk(), 40) == payload(40)
+
+
+def test_a_damaged_name_that_no_message_can_tell_is_damage(
+    open_disk, folder, monkeypatch
+):
+    tier = open_disk()
+    tier.write(record(1))
+    tier.close()
+    path = folder / "cache.db"
+    content = path.read_bytes()
+    damaged = content.replace(b"UPDATE Settings SET", b"UPDATE Settin\x99s SET")
+    assert damaged != content
+    path.write_bytes(damaged)
+
+    tier = open_disk()
+    tier.write(record(2))
+    assert tier.stats().failed_writes == 1
+    monkeypatch.setattr("daric_rag.storage.saver.time.monotonic", lambda: 1e12)
+    tier.write(record(2))
+
+    assert [read(tier, number) for number in (1, 2)] == [payload(1), payload(2)]
