@@ -11,7 +11,7 @@ from typing import Any, Final
 from daric_rag.errors import StoreError
 from daric_rag.storage.cipher import RecordCipher
 from daric_rag.storage.database import SegmentRow
-from daric_rag.storage.disk import DiskTier
+from daric_rag.storage.disk import NO_LIMIT, DiskTier
 from daric_rag.storage.documents import Document, DocumentTree
 from daric_rag.storage.folder import MARKER
 from daric_rag.storage.format import RecordError
@@ -27,9 +27,6 @@ __all__ = [
     "store_facts",
     "verify_segments",
 ]
-
-# Who only looks, pins or deletes never has to make room.
-NO_LIMIT: Final = 1 << 62
 
 _ANY_MARKER: Final = "DARIC_STORE_"
 

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from daric_rag.errors import StoreError
 from daric_rag.eviction import policy_of
@@ -33,7 +33,10 @@ from daric_rag.storage.reclaiming import Reclaimed, reclaim
 from daric_rag.storage.saver import Saver
 from daric_rag.storage.shared_index import SharedIndex
 
-__all__ = ["DiskTier"]
+__all__ = ["NO_LIMIT", "DiskTier"]
+
+# A budget for who only looks, pins or deletes, and never has to make room.
+NO_LIMIT: Final = 1 << 62
 
 
 class DiskTier:
@@ -75,7 +78,7 @@ class DiskTier:
         order = policy_of(policy, capacity_bytes)
         key_id = cipher.key_id if cipher else None
         self._index = SharedIndex(
-            self._directory, order, key_id, sweeps=capacity_bytes < 1 << 62
+            self._directory, order, key_id, sweeps=capacity_bytes < NO_LIMIT
         )
         self._catalog = self._index.catalog
         self._ledger = Ledger(self._index, capacity_bytes, order)
