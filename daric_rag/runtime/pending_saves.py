@@ -11,6 +11,7 @@ from daric_rag.keys import SegmentKey
 from daric_rag.plan import RequestPlan
 from daric_rag.runtime.store_view import StoreView
 from daric_rag.runtime.tracking import TrackedRequest
+from daric_rag.segment_table import ParentKey
 from daric_rag.steps import SaveStep
 
 __all__ = ["PendingSaves"]
@@ -23,7 +24,7 @@ class _Pending:
     Chunks that are generated are counted by the worker side instead.
     """
 
-    parent: bytes
+    parent: ParentKey
     num_tokens: int
     owner: TrackedRequest | None = None
 
@@ -40,7 +41,7 @@ class PendingSaves:
         Hits too: one that turns out to be lost is generated and saved again.
         """
         for chunk in plan.chunks:
-            parent: bytes = plan.root
+            parent: ParentKey = plan.root
             for index, key in enumerate(chunk.keys):
                 start, end = chunk.segment_span(index)
                 self._segments[key] = _Pending(parent, end - start)
@@ -59,7 +60,9 @@ class PendingSaves:
         steps: list[SaveStep] = []
         for save in saves:
             key = plan.first_keys[save.index]
-            parent = plan.first_keys[save.index - 1] if save.index else plan.root
+            parent: ParentKey = (
+                plan.first_keys[save.index - 1] if save.index else plan.root
+            )
             num_tokens = save.end - save.start
             self._segments[key] = _Pending(parent, num_tokens, owner=tracked)
             document = None

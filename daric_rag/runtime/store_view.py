@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from daric_rag.index import SegmentIndex
 from daric_rag.keys import ModelFingerprint, SegmentKey
+from daric_rag.segment_table import ParentKey
 
 __all__ = ["StoreView"]
 
@@ -69,7 +70,7 @@ class StoreView:
         """Count a use of a chain of segments."""
         self._index.touch(root, keys)
 
-    def learn(self, key: SegmentKey, parent: bytes) -> None:
+    def learn(self, key: SegmentKey, parent: ParentKey) -> None:
         """Take notice of a record.
 
         Args:
@@ -77,12 +78,7 @@ class StoreView:
             parent: Of the segment before it in its chunk, or the root. While the view
                 does not know the parent, it does not match the segment either.
         """
-        self._index.add(
-            key,
-            SegmentKey(parent),
-            self._max_segment_len,
-            self._segment_bytes,
-        )
+        self._index.add(key, parent, self._max_segment_len, self._segment_bytes)
         excess = self._index.nbytes - self._max_bytes
         if excess > 0:
             self._index.evict(excess)

@@ -130,7 +130,7 @@ class Saver:
                 self._ledger.save_uses()
                 with suppress(FileNotFoundError):
                     # It names the first-level folders and the index's journal.
-                    _sync(self._index.directory, is_root=True)
+                    _sync(self._index.directory)
                 self._index.sync()
             except (OSError, *DATABASE_ERRORS) as error:
                 with self._lock:
@@ -257,9 +257,9 @@ class Saver:
         self._paused_until = time.monotonic() + _PAUSE_S
 
 
-def _sync(path: Path, *, is_root: bool = False) -> None:
+def _sync(path: Path) -> None:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        (os.fsync if is_root else os.fdatasync)(file)
+        os.fdatasync(file)
     finally:
         os.close(file)

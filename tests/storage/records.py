@@ -72,6 +72,11 @@ def document(numbers: Sequence[int], side_data: bytes = b"") -> list[Record]:
     ]
 
 
+def put(store, number: int) -> None:
+    """Writes a record to a tiered store, whose buffer the caller gave."""
+    store.write(header(number), memoryview(payload(number)))
+
+
 def read(tier, number: int) -> bytes | None:
     found = tier.read(key(number), FINGERPRINT)
     return None if found is None else bytes(found.payload)

@@ -173,7 +173,7 @@ def test_a_disk_that_does_not_sync_is_told_and_tried_again(
     synced = []
     monkeypatch.setattr(os, "fdatasync", synced.append)
     tier.flush()
-    assert len(synced) == 4  # The record, its two folders, the journal.
+    assert len(synced) == 5  # The record, its two folders, the root, the journal.
 
 
 def test_an_index_that_cannot_be_read_is_a_miss(open_disk, monkeypatch):

@@ -18,6 +18,7 @@ from tests.storage.records import (
     header,
     key,
     payload,
+    read,
     record,
 )
 
@@ -92,11 +93,6 @@ def open_tier(name, tmp_path):
 @pytest.fixture
 def record_bytes(name):
     return FILE_BYTES if name == "disk, encrypted" else RECORD_BYTES
-
-
-def read(tier, number):
-    found = tier.read(key(number), FINGERPRINT)
-    return None if found is None else bytes(found.payload)
 
 
 def test_a_written_record_is_read_back(open_tier, record_bytes):

@@ -22,6 +22,8 @@ from tests.storage.records import (
     header,
     key,
     payload,
+    put,
+    read,
     record,
 )
 
@@ -32,19 +34,6 @@ def store(tmp_path):
         tmp_path / "store", host_bytes=4 * RECORD_BYTES, disk_bytes=100 * RECORD_BYTES
     ) as opened:
         yield opened
-
-
-def write(store, number):
-    store.write(header(number), memoryview(payload(number)))
-
-
-def keys(*numbers):
-    return [key(number) for number in numbers]
-
-
-def read(store, number):
-    found = store.read(key(number), FINGERPRINT)
-    return None if found is None else bytes(found.payload)
 
 
 def test_a_host_hit_is_the_very_buffer_that_was_written(store):
@@ -59,7 +48,7 @@ def test_a_host_hit_is_the_very_buffer_that_was_written(store):
 
 
 def test_a_disk_hit_is_promoted(store):
-    write(store, 1)
+    put(store, 1)
     store.flush()
     store.clear_host()
     assert store.host.keys() == []
@@ -74,7 +63,7 @@ def test_a_disk_hit_is_promoted(store):
 
 def test_read_many_mixes_tiers_and_may_exceed_the_host(store):
     for number in range(8):
-        write(store, number)
+        put(store, number)
     store.flush()
     wanted = [7, 3, 99, 0, 3, 1, 2, 6, 5, 4]
 
@@ -97,10 +86,10 @@ def test_side_data_comes_back_from_every_tier(store):
 
 
 def test_writing_what_the_disk_has_writes_no_file(store):
-    write(store, 1)
+    put(store, 1)
     store.flush()
     before = sorted(store.disk.directory.glob("??/??/*.val"))
-    write(store, 1)
+    put(store, 1)
     store.flush()
     assert sorted(store.disk.directory.glob("??/??/*.val")) == before
 
@@ -133,11 +122,11 @@ def test_a_record_too_large_for_both_is_refused(store):
 def test_closing_flushes_and_reopening_finds(tmp_path):
     store = open_store(tmp_path / "s", host_bytes=10_000, disk_bytes=10_000)
     for number in range(5):
-        write(store, number)
+        put(store, number)
     store.close()
     store.close()
     with pytest.raises(StoreError, match="closed"):
-        write(store, 6)
+        put(store, 6)
 
     with open_store(tmp_path / "s", host_bytes=10_000, disk_bytes=10_000) as store:
         assert [read(store, n) for n in range(5)] == [payload(n) for n in range(5)]
@@ -162,7 +151,7 @@ def test_a_store_that_is_forgotten_saves_and_ends_its_thread(tmp_path):
     before = set(threading.enumerate())
     store = open_store(tmp_path / "s", host_bytes=10_000, disk_bytes=10_000)
     for number in range(5):
-        write(store, number)
+        put(store, number)
     disk, forgotten = store.disk, weakref.ref(store)
 
     del store
@@ -177,7 +166,7 @@ def test_a_store_that_is_forgotten_saves_and_ends_its_thread(tmp_path):
 def test_memory_only(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with open_store(":memory:", host_bytes=10_000, disk_bytes=10_000) as store:
-        write(store, 1)
+        put(store, 1)
         store.flush()
         store.clear_host()
         assert read(store, 1) == payload(1)

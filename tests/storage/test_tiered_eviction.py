@@ -12,34 +12,23 @@ from tests.storage.records import (
     FINGERPRINT,
     RECORD_BYTES,
     document,
-    header,
     key,
+    keys,
     payload,
+    put,
+    read,
     record,
 )
-
-
-def write(store, number):
-    store.write(header(number), memoryview(payload(number)))
-
-
-def keys(*numbers):
-    return [key(number) for number in numbers]
-
-
-def read(store, number):
-    found = store.read(key(number), FINGERPRINT)
-    return None if found is None else bytes(found.payload)
 
 
 def test_host_hits_keep_a_record_young_on_disk(tmp_path):
     budget = 3 * RECORD_BYTES
     with open_store(tmp_path / "s", host_bytes=budget, disk_bytes=budget) as store:
         for number in (1, 2, 3):
-            write(store, number)
+            put(store, number)
         store.flush()
         assert read(store, 1) == payload(1)
-        write(store, 4)
+        put(store, 4)
         store.flush()
         assert sorted(store.disk.keys()) == [key(1), key(3), key(4)]
 
@@ -69,17 +58,17 @@ def test_what_is_protected_stays_in_both_tiers(tmp_path):
     budget = 4 * RECORD_BYTES
     with open_store(tmp_path / "s", host_bytes=budget, disk_bytes=budget) as store:
         for number in (1, 2):
-            write(store, number)
+            put(store, number)
         store.protect(keys(1, 2))
         for number in range(10, 20):
-            write(store, number)
+            put(store, number)
             store.flush()
         for tier in (store.host, store.disk):
             assert {key(1), key(2)} <= set(tier.keys())
 
         store.release(keys(1, 2))
         for number in range(20, 30):
-            write(store, number)
+            put(store, number)
             store.flush()
         for tier in (store.host, store.disk):
             assert not {key(1), key(2)} & set(tier.keys())
@@ -92,18 +81,18 @@ def test_pins_reach_what_is_on_its_way_to_disk_and_last(tmp_path):
             store.write(one.header, one.payload, one.side_data)
         assert store.pin(keys(3)) == 1
         for number in range(10, 20):
-            write(store, number)
+            put(store, number)
         store.flush()
         assert set(keys(1, 2, 3)) <= set(store.host.keys())
     with open_store(tmp_path / "s", host_bytes=budget, disk_bytes=budget) as store:
         for number in range(20, 30):
-            write(store, number)
+            put(store, number)
         store.flush()
         assert set(keys(1, 2, 3)) <= set(store.disk.keys())
 
         assert store.unpin(keys(3)) == 1
         for number in range(30, 40):
-            write(store, number)
+            put(store, number)
         store.flush()
         assert not {key(3)} & set(store.disk.keys())
 
@@ -111,8 +100,8 @@ def test_pins_reach_what_is_on_its_way_to_disk_and_last(tmp_path):
 def test_what_every_tier_lost_is_told_once():
     with open_store(":memory:", host_bytes=3 * RECORD_BYTES, disk_bytes=0) as store:
         for number in range(5):
-            write(store, number)
-        write(store, 0)  # Back again.
+            put(store, number)
+        put(store, 0)  # Back again.
         assert store.take_evicted() == keys(1, 2)
         assert store.take_evicted() == []
 
@@ -122,13 +111,13 @@ def test_what_the_disk_still_has_is_not_lost(tmp_path):
         tmp_path / "s", host_bytes=2 * RECORD_BYTES, disk_bytes=4 * RECORD_BYTES
     ) as store:
         for number in range(4):
-            write(store, number)
+            put(store, number)
             store.flush()
         assert not store.host.contains(key(0))
         assert store.take_evicted() == []
 
         for number in range(4, 6):
-            write(store, number)
+            put(store, number)
             store.flush()
 
         assert sorted(store.take_evicted()) == keys(0, 1)
@@ -146,11 +135,11 @@ def test_a_record_that_found_no_tier_is_lost(tmp_path):
     with TieredStore(HostTier(RECORD_BYTES), disk) as store:
         store.protect(keys(1))
         # Each may exceed the queue, but not both together.
-        write(store, 1)
+        put(store, 1)
         disk.gate.set()
         store.flush()
         disk.gate.clear()
-        write(store, 2)
+        put(store, 2)
         assert store.host.keys() == keys(1)
         assert store.take_evicted() == []  # It is on its way to disk.
 

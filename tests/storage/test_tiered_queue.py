@@ -13,12 +13,13 @@ from daric_rag.storage import (
 )
 from daric_rag.storage.io_pool import WriteBehind
 from tests.storage.records import (
-    FINGERPRINT,
     OTHER_FINGERPRINT,
     RECORD_BYTES,
-    header,
     key,
+    keys,
     payload,
+    put,
+    read,
 )
 
 
@@ -60,23 +61,10 @@ def open_slow(tmp_path):
         store.close()
 
 
-def write(store, number):
-    store.write(header(number), memoryview(payload(number)))
-
-
-def keys(*numbers):
-    return [key(number) for number in numbers]
-
-
-def read(store, number):
-    found = store.read(key(number), FINGERPRINT)
-    return None if found is None else bytes(found.payload)
-
-
 def test_a_queued_record_is_found_without_the_host(open_slow):
     store = open_slow(2, max_pending_bytes=3 * RECORD_BYTES)
     for number in (1, 2, 3):
-        write(store, number)
+        put(store, number)
     # What waits for the disk would free nothing, so it is not evicted.
     assert sorted(store.host.keys()) == keys(1, 2)
 
@@ -89,7 +77,7 @@ def test_a_queued_record_is_found_without_the_host(open_slow):
     assert sorted(store.disk.keys()) == keys(1, 2, 3)
     assert store.stats().queued_records == store.stats().queued_bytes == 0
     for number in (4, 5):
-        write(store, number)
+        put(store, number)
     store.flush()
     assert sorted(store.host.keys()) == keys(4, 5)
 
@@ -97,7 +85,7 @@ def test_a_queued_record_is_found_without_the_host(open_slow):
 def test_a_full_queue_gives_up_the_disk_copy(open_slow):
     store = open_slow(6, max_pending_bytes=3 * RECORD_BYTES)
     for number in range(5):
-        write(store, number)
+        put(store, number)
 
     stats = store.stats()
     assert stats.dropped_writes == 2
@@ -111,15 +99,15 @@ def test_a_full_queue_gives_up_the_disk_copy(open_slow):
 
 def test_clear_host_keeps_what_is_nowhere_else(open_slow):
     store = open_slow(2)
-    write(store, 1)
+    put(store, 1)
     store.clear_host()
     assert store.host.contains(key(1))
 
 
 def test_deleting_reaches_the_queue(open_slow):
     store = open_slow(4)
-    write(store, 1)
-    write(store, 2)
+    put(store, 1)
+    put(store, 2)
     threading.Timer(0.1, store.disk.write_gate.set).start()
 
     store.delete(key(1))  # Being written: waits for it, then deletes it.
@@ -136,7 +124,7 @@ def test_writing_through_returns_when_the_disk_has_it(open_slow):
     store = open_slow(2, write_through=True, max_pending_bytes=2 * RECORD_BYTES)
     threading.Timer(0.1, store.disk.write_gate.set).start()
     for number in range(6):  # More than queue and host hold.
-        write(store, number)
+        put(store, number)
         assert store.disk.contains(key(number))
     assert store.stats().dropped_writes == 0
 
@@ -146,7 +134,7 @@ def test_saves_wait_for_loads(open_slow, monkeypatch):
     monkeypatch.setattr(tiered, "WriteBehind", patient)
     store = open_slow(20)
     store.disk.write_gate.set()
-    write(store, 1)
+    put(store, 1)
     store.flush()
     store.clear_host()
     store.disk.is_writing.clear()
@@ -155,7 +143,7 @@ def test_saves_wait_for_loads(open_slow, monkeypatch):
     reader.start()
     assert store.disk.is_reading.wait(30)
 
-    write(store, 2)
+    put(store, 2)
     assert not store.disk.is_writing.wait(0.03)
 
     store.disk.read_gate.set()
@@ -166,7 +154,7 @@ def test_saves_wait_for_loads(open_slow, monkeypatch):
 def test_what_is_deleted_while_it_is_read_does_not_come_back(open_slow):
     store = open_slow(20)
     store.disk.write_gate.set()
-    write(store, 1)
+    put(store, 1)
     store.flush()
     store.clear_host()
     store.disk.read_gate.clear()
@@ -188,7 +176,7 @@ def test_a_failing_disk_stops_neither_thread_nor_store(tmp_path, caplog):
 
     with TieredStore(HostTier(10_000), BrokenDisk(tmp_path / "s", 10_000)) as store:
         for number in (1, 2):
-            write(store, number)
+            put(store, number)
         store.flush()
         assert read(store, 1) == payload(1)
         assert store.stats().dropped_writes == 2
