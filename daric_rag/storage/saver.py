@@ -128,9 +128,6 @@ class Saver:
             try:
                 self._sync_files(names)
                 self._ledger.save_uses()
-                with suppress(FileNotFoundError):
-                    # It names the first-level folders and the index's journal.
-                    _sync(self._index.directory)
                 self._index.sync()
             except (OSError, *DATABASE_ERRORS) as error:
                 with self._lock:
@@ -149,7 +146,8 @@ class Saver:
             path = self._ledger.path(name)
             with suppress(FileNotFoundError):  # Evicted since.
                 _sync(path)
-                folders |= {path.parent, path.parent.parent}
+                # The root names the first-level folders and the index's journal.
+                folders |= {path.parent, path.parent.parent, self._index.directory}
         for folder in folders:
             with suppress(FileNotFoundError):
                 _sync(folder)
