@@ -47,6 +47,9 @@ class RequestStep:
         hit_len: Start of the last window, which vLLM scheduled itself.
         root: Parent of every chunk's first segment.
         namespace: The tenant that what it generates is saved for.
+        asynchronous: Whether vLLM lets the request wait until everything before
+            `hit_len` is in its blocks, over as many steps as that takes. Otherwise
+            all of it belongs to the step that admits the request.
     """
 
     req_id: str
@@ -57,6 +60,7 @@ class RequestStep:
     hit_len: int
     root: ModelFingerprint
     namespace: str
+    asynchronous: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +93,19 @@ class StepPlan:
     Attributes:
         requests: Requests admitted in this step.
         saves: Segments that this step completes in place.
-        scratch_block_ids: Blocks reserved for generation, never a request's.
+        scratch_block_ids: Blocks for generation within this step, never a request's.
+        held_block_ids: Such blocks for asynchronous requests, which keep them from
+            step to step: while one is unfinished, more may come and none goes.
     """
 
     requests: tuple[RequestStep, ...] = ()
     saves: tuple[SaveStep, ...] = ()
     scratch_block_ids: tuple[int, ...] = ()
+    held_block_ids: tuple[int, ...] = ()
+
+    def admitted(self, *, asynchronous: bool) -> tuple[RequestStep, ...]:
+        """Return the admitted requests of one kind."""
+        return tuple(r for r in self.requests if r.asynchronous is asynchronous)
 
     def hit_keys(self) -> list[SegmentKey]:
         """Return the keys of all segments to be loaded."""

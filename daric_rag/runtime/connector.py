@@ -144,6 +144,14 @@ class DaricConnector(KVConnectorBase_V1):
         if metadata.is_step and sys.exception() is None:
             self.worker.finish_step()
 
+    def get_finished(
+        self, finished_req_ids: set[str]
+    ) -> tuple[set[str] | None, set[str] | None]:
+        """Return asynchronous requests whose blocks are filled."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, DaricMetadata)
+        return None, self.worker.filled() if metadata.is_step else None
+
     def build_connector_worker_meta(self) -> DaricWorkerMetadata | None:
         """Return what the step did, for the scheduler side."""
         metadata = self._get_connector_metadata()
@@ -169,15 +177,15 @@ class DaricConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Plan a request; loads are synchronous."""
-        return self.scheduler.match(request, num_computed_tokens), False
+        """Plan a request; says whether it waits until its blocks are filled."""
+        return self.scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int
     ) -> None:
         """A request got its blocks."""
         (block_ids,) = blocks.get_block_ids()
-        self.scheduler.admit(request, block_ids)
+        self.scheduler.admit(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> DaricMetadata:
         """Collect the step's work."""
@@ -202,7 +210,7 @@ class DaricConnector(KVConnectorBase_V1):
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, DaricWorkerMetadata):
             self.scheduler.take_report(report)
-        self.scheduler.end_step()
+        self.scheduler.end_step(connector_output.finished_recving or ())
 
     def request_finished(
         self, request: Any, block_ids: list[int]

@@ -20,6 +20,7 @@ from daric_rag.runtime.vllm_api import (
     RequestOutputKind,
     SamplingParams,
     VLLMClientError,
+    has_cleanup,
     reuse_of_aborted,
     tokens_input,
 )
@@ -169,17 +170,21 @@ class EngineLoop:
 
     def _serve(self, engine: Any) -> None:
         while not self._closing:
-            idle = not engine.has_unfinished_requests()
+            idle = not self._has_work(engine)
             try:
                 while True:
                     self._inbox.get(block=idle)()
                     idle = False
             except queue.Empty:
                 pass
-            if self._closing or not engine.has_unfinished_requests():
+            if self._closing or not self._has_work(engine):
                 continue
             for output in engine.step():
                 self._deliver(output)
+
+    def _has_work(self, engine: Any) -> bool:
+        """Whether a step has anything to do: requests, or the clean-up after them."""
+        return engine.has_unfinished_requests() or has_cleanup(engine)
 
     def _deliver(self, output: Any) -> None:
         stream = self._streams.get(output.request_id)

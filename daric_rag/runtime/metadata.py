@@ -72,12 +72,18 @@ class DaricWorkerMetadata(KVConnectorWorkerMetadata):
         lost: Keys that the index believed in and the store could not provide.
         evicted: Keys that the store gave up to make room.
         reports: By request id.
+        backlog_len: Tokens still to be computed for asynchronous requests.
     """
 
     saved: dict[SegmentKey, int] = field(default_factory=dict)
     lost: set[SegmentKey] = field(default_factory=set)
     evicted: set[SegmentKey] = field(default_factory=set)
     reports: dict[str, RequestReport] = field(default_factory=dict)
+    backlog_len: int = 0
+
+    def report_of(self, req_id: str) -> RequestReport:
+        """Return a request's report, to be added to."""
+        return self.reports.setdefault(req_id, RequestReport())
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> DaricWorkerMetadata:
         """Combine ranks: a segment exists when every rank has saved it."""
@@ -88,4 +94,5 @@ class DaricWorkerMetadata(KVConnectorWorkerMetadata):
             self.lost | other.lost,
             self.evicted | other.evicted,
             self.reports,
+            max(self.backlog_len, other.backlog_len),
         )

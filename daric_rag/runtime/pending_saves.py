@@ -1,4 +1,4 @@
-"""What a step may save, until the worker side reports what it did save."""
+"""What may be saved, until the worker side reports what it did save."""
 
 from __future__ import annotations
 
@@ -30,21 +30,29 @@ class _Pending:
 
 
 class PendingSaves:
-    """Scheduler process. Segments that the running step may write to the store."""
+    """Scheduler process. Segments that running requests may write to the store."""
 
     def __init__(self) -> None:
         self._segments: dict[SegmentKey, _Pending] = {}
+        # Asynchronous requests may save in any step until they are filled.
+        self._waiting: dict[str, dict[SegmentKey, _Pending]] = {}
 
-    def expect_chunks(self, plan: RequestPlan) -> None:
+    def expect_chunks(self, req_id: str, plan: RequestPlan, *, now: bool) -> None:
         """The chunks of an admitted request may be generated and saved.
+
+        Args:
+            req_id: The request.
+            plan: Its plan.
+            now: Whether in this step; else until `forget`.
 
         Hits too: one that turns out to be lost is generated and saved again.
         """
+        segments = self._segments if now else self._waiting.setdefault(req_id, {})
         for chunk in plan.chunks:
             parent: ParentKey = plan.root
             for index, key in enumerate(chunk.keys):
                 start, end = chunk.segment_span(index)
-                self._segments[key] = _Pending(parent, end - start)
+                segments[key] = _Pending(parent, end - start)
                 parent = key
 
     def save_in_place(
@@ -79,13 +87,32 @@ class PendingSaves:
     def take_saved(self, keys: Iterable[SegmentKey], view: StoreView) -> None:
         """The store has these: the view learns them, and their owners' counts grow."""
         for key in keys:
-            pending = self._segments.get(key)
+            pending = self._find(key)
             if pending is None:
                 continue
             view.learn(key, pending.parent)
             if pending.owner is not None:
                 pending.owner.saved_tokens += pending.num_tokens
 
-    def clear(self) -> None:
+    def is_awaited(self, plan: RequestPlan) -> bool:
+        """Whether an asynchronous request will save what a plan misses."""
+        return any(
+            key in segments
+            for chunk in plan.chunks
+            for key in chunk.keys[chunk.num_hit_segments :]
+            for segments in self._waiting.values()
+        )
+
+    def end_step(self) -> None:
         """The step is over."""
         self._segments.clear()
+
+    def forget(self, req_id: str) -> None:
+        """An asynchronous request is filled, or over."""
+        self._waiting.pop(req_id, None)
+
+    def _find(self, key: SegmentKey) -> _Pending | None:
+        for segments in (self._segments, *self._waiting.values()):
+            if key in segments:
+                return segments[key]
+        return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from daric_rag.config import DaricConfig
@@ -22,6 +22,9 @@ __all__ = ["SchedulerSide"]
 
 logger = logging.getLogger(__name__)
 
+# A step computes at most this part of a pass before vLLM's own one.
+_STEP_SHARE = 4
+
 
 class SchedulerSide:
     """Scheduler process. Decides; the worker side obeys.
@@ -36,7 +39,13 @@ class SchedulerSide:
         self._config, self._view, self._limits = config, view, limits
         self._tracked: dict[str, TrackedRequest] = {}
         self._admitted: list[RequestStep] = []
-        self._admitted_window_len = self._admitted_missing_len = 0
+        # Tokens that this step computes before vLLM's own pass.
+        self._admitted_len = 0
+        # Tokens that asynchronous requests wait for, and those requests.
+        self._backlog_len = 0
+        self._filling: set[str] = set()
+        # Whether a request had to wait in this step, so that those behind it do too.
+        self._is_blocked = False
         self._scratch: ScratchBlocks | None = None
         self._saving = PendingSaves()
         # Answers that vLLM holds already while the step's report is still to come.
@@ -65,55 +74,59 @@ class SchedulerSide:
         own_salt = wire is not None and wire.conversation is None
         self._tracked[request.request_id] = TrackedRequest(wire, salt, own_salt, reason)
 
-    def match(self, request: Any, gpu_prefix_len: int) -> int | None:
+    def match(self, request: Any, gpu_prefix_len: int) -> tuple[int | None, bool]:
         """Plan a request over `gpu_prefix_len` tokens of vLLM's prefix cache.
 
+        vLLM asks in the order of its queue. It goes on to the next request when one
+        is told to wait; then those behind wait as well, ordinary ones too, so that
+        none is ever overtaken for good.
+
         Returns:
-            Tokens that it may count as computed beyond them; None to be asked again in
-            the next step. Changes nothing but the request's own pending plan, and what
-            the view learns from the store.
+            Tokens that it may count as computed beyond them, None to be asked again
+            in the next step; and whether it waits until they are. Changes nothing but
+            the request's own pending plan, and what the view learns from the store.
+        """
+        if self._is_blocked:
+            return None, False
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return 0, False
+        tracked.in_prefill, tracked.plan = False, None
+        if tracked.reason or tracked.wire is None:
+            return 0, False
+        plan = None
+        if self._backlog_len < self._limits.max_num_tokens:
+            plan = self._plan(tracked.wire, request, gpu_prefix_len)
+        if plan is None or not self._may_start(tracked, plan, request.num_tokens):
+            self._is_blocked = True
+            return None, False
+        tracked.plan = plan
+        return plan.num_external_tokens, tracked.asynchronous
+
+    def admit(
+        self, request: Any, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """A planned request got its blocks.
+
+        An asynchronous one comes twice: first to wait until they are filled, then,
+        without external tokens, to be scheduled.
         """
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            return 0
-        tracked.in_prefill, tracked.plan = False, None
-        if tracked.reason or tracked.wire is None:
-            return 0
-        root = self._view.root(tracked.wire.config.namespace)
-        plan = plan_request(
-            tracked.wire,
-            request.prompt_token_ids,
-            gpu_prefix_len=gpu_prefix_len,
-            root=root,
-            max_segment_len=self._config.max_segment_len,
-            max_generated_len=self._pool.max_generated_len(tracked.wire.prompt_len),
-            match=lambda keys: self._view.match(root, keys),
-            exact_records=self._config.kv_storage == "model",
-        )
-        chunk_lens = [chunk.num_tokens for chunk in plan.chunks]
-        if self._must_wait(tracked, plan) or (
-            chunk_lens and not self._pool.has_room(request.num_tokens, chunk_lens)
-        ):
-            return None
-        tracked.plan = plan
-        return plan.num_external_tokens
-
-    def admit(self, request: Any, block_ids: Sequence[int]) -> None:
-        """A planned request got its blocks and runs in this step."""
-        tracked = self._tracked.get(request.request_id)
-        if tracked is None:
             return
-        tracked.in_prefill = True
-        if tracked.plan is None or tracked.wire is None:
+        filled = tracked.asynchronous and not num_external_tokens
+        tracked.in_prefill = filled or not tracked.asynchronous
+        if tracked.plan is None or tracked.wire is None or filled:
             return
-        plan = tracked.plan
+        plan, now = tracked.plan, not tracked.asynchronous
         for chunk in plan.chunks:
             self._view.touch(plan.root, chunk.keys[: chunk.num_hit_segments])
-        self._saving.expect_chunks(plan)
+        self._saving.expect_chunks(request.request_id, plan, now=now)
         self._pool.borrow(
             request.num_tokens,
             [chunk.num_tokens for chunk in plan.chunks],
             [c.num_tokens for c in plan.chunks if c.hit_len < c.num_tokens],
+            asynchronous=not now,
         )
         tracked.first_plan = tracked.first_plan or plan
         # A conversation that was cut otherwise before has approximate blocks where
@@ -122,8 +135,11 @@ class SchedulerSide:
         exact = tracked.own_salt or plan.gpu_prefix_len == 0
         tracked.unsaved = list(plan.saves) if exact else []
         tracked.token_ids = request.prompt_token_ids
-        self._admitted_window_len += total_len(plan.early_windows)
-        self._admitted_missing_len += plan.missing_len
+        if now:
+            self._admitted_len += _work_len(plan)
+        else:
+            self._backlog_len += _work_len(plan)
+            self._filling.add(request.request_id)
         self._admitted.append(
             RequestStep(
                 req_id=request.request_id,
@@ -134,6 +150,7 @@ class SchedulerSide:
                 hit_len=plan.hit_len,
                 root=plan.root,
                 namespace=tracked.wire.config.namespace,
+                asynchronous=tracked.asynchronous,
             )
         )
 
@@ -158,20 +175,34 @@ class SchedulerSide:
                 tracked.in_prefill = num_computed < tracked.plan.prompt_len
             elif tracked.wire is not None:
                 tracked.in_prefill = num_computed < tracked.wire.prompt_len
-        scratch = self._pool.block_ids
-        plan = StepPlan(tuple(self._admitted), tuple(saves), scratch)
-        self._admitted = []
-        self._admitted_window_len = self._admitted_missing_len = 0
+        plan = StepPlan(
+            tuple(self._admitted),
+            tuple(saves),
+            self._pool.block_ids,
+            self._pool.held_block_ids,
+        )
+        self._admitted, self._admitted_len = [], 0
+        self._is_blocked = False
         self._closing.clear()
         return plan
 
-    def end_step(self) -> None:
-        """The step has run and reported; nothing of it is left to wait for."""
+    def end_step(self, filled: Iterable[str]) -> None:
+        """The step has run and reported; nothing of it is left to wait for.
+
+        Args:
+            filled: Asynchronous requests that the worker side is done with.
+        """
         self._pool.give_back()
-        self._saving.clear()
+        self._saving.end_step()
+        for req_id in filled:
+            self._saving.forget(req_id)
+            self._filling.discard(req_id)
+        if not self._filling:
+            self._pool.release()
 
     def take_report(self, report: DaricWorkerMetadata) -> None:
         """Learn what the worker really saved, missed and spent."""
+        self._backlog_len = report.backlog_len
         self._view.forget(report.evicted)
         self._view.forget(report.lost)
         self._saving.take_saved(report.saved, self._view)
@@ -228,24 +259,52 @@ class SchedulerSide:
             return "its cache_salt is not that of its layout; use wire.salt_of"
         return ""
 
-    def _must_wait(self, tracked: TrackedRequest, plan: RequestPlan) -> bool:
-        """Whether the request must not share a step with what is running.
+    def _plan(
+        self, wire: RequestWire, request: Any, gpu_prefix_len: int
+    ) -> RequestPlan:
+        root = self._view.root(wire.config.namespace)
+        return plan_request(
+            wire,
+            request.prompt_token_ids,
+            gpu_prefix_len=gpu_prefix_len,
+            root=root,
+            max_segment_len=self._config.max_segment_len,
+            max_generated_len=self._pool.max_generated_len(wire.prompt_len),
+            match=lambda keys: self._view.match(root, keys),
+            exact_records=self._config.kv_storage == "model",
+        )
 
-        A step generates at most about as much as one pass holds, unless one request
-        alone wants more: running requests wait for it.
+    def _may_start(
+        self, tracked: TrackedRequest, plan: RequestPlan, num_tokens: int
+    ) -> bool:
+        """Whether a request can be admitted now; decides whether it then waits.
 
-        Early windows may run in passes of their own, before the pass in which another
-        request fills the blocks that they attend to. That needs the same salt, and a
-        shared prefix that reaches into the other's last window.
+        What is computed before vLLM's own pass makes the step longer for everybody, so
+        a step takes little of it; requests with more to compute wait for it.
         """
-        limit = self._limits.max_num_tokens
-        window_len = total_len(plan.early_windows)
-        if self._admitted and (
-            self._admitted_missing_len + plan.missing_len > limit
-            or self._admitted_window_len + window_len > limit
-        ):
-            return True
-        return window_len > 0 and any(
+        share = self._limits.max_num_tokens // _STEP_SHARE
+        work_len = _work_len(plan)
+        tracked.asynchronous = work_len > 0 and (
+            self._admitted_len + work_len > share
+            # It waits for the others' chunk instead of generating its own.
+            or self._saving.is_awaited(plan)
+        )
+        chunk_lens = [chunk.num_tokens for chunk in plan.chunks]
+        has_room = not chunk_lens or self._pool.has_room(
+            num_tokens, chunk_lens, asynchronous=tracked.asynchronous
+        )
+        return has_room and not self._reads_unfilled_blocks(tracked, plan)
+
+    def _reads_unfilled_blocks(
+        self, tracked: TrackedRequest, plan: RequestPlan
+    ) -> bool:
+        """Whether a request's early windows attend to blocks that are not filled yet.
+
+        They may run in passes of their own, before the pass in which another request
+        fills the blocks. That needs the same salt, and a shared prefix that reaches
+        into the other's last window.
+        """
+        return bool(plan.early_windows) and any(
             other.in_prefill
             and other is not tracked
             and other.salt == tracked.salt
@@ -276,3 +335,8 @@ class SchedulerSide:
             block_ids_of(req_id),
             tracked.wire.config.namespace,
         )
+
+
+def _work_len(plan: RequestPlan) -> int:
+    """Tokens to be computed before the last window can be."""
+    return plan.missing_len + total_len(plan.early_windows)

@@ -1,4 +1,4 @@
-"""Blocks to generate chunks in, borrowed from vLLM's pool for one step."""
+"""Blocks to generate chunks in, borrowed from vLLM's pool while they are needed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ __all__ = ["ScratchBlocks"]
 
 class ScratchBlocks:
     """Scheduler process. Takes free blocks while a step is planned, returns them after.
+
+    What asynchronous requests generate in is held until none of them is left.
 
     Borrowing may push the least recently used blocks out of the prefix cache. The pool
     hands returned blocks out first, so step after step uses the same few.
@@ -26,6 +28,7 @@ class ScratchBlocks:
         # A block per chunk may be filled only partly.
         self._per_pass = 2 * -(-tokens_per_pass // block_size)
         self._borrowed: list[Any] = []
+        self._held: list[Any] = []
         # One block is vLLM's null block.
         self._capacity = pool.num_gpu_blocks - 1
 
@@ -33,6 +36,11 @@ class ScratchBlocks:
     def block_ids(self) -> tuple[int, ...]:
         """What this step has borrowed."""
         return tuple(block.block_id for block in self._borrowed)
+
+    @property
+    def held_block_ids(self) -> tuple[int, ...]:
+        """What asynchronous requests hold; only ever longer until `release`."""
+        return tuple(block.block_id for block in self._held)
 
     def max_generated_len(self, num_tokens: int) -> int:
         """Longest chunk that can be generated beside a request of `num_tokens`.
@@ -42,13 +50,23 @@ class ScratchBlocks:
         """
         return (self._capacity - self._blocks(num_tokens)) * self._block_size
 
-    def has_room(self, num_tokens: int, chunk_lens: Sequence[int]) -> bool:
+    def has_room(
+        self, num_tokens: int, chunk_lens: Sequence[int], *, asynchronous: bool
+    ) -> bool:
         """Whether a request and the longest of its chunks fit in what is free now."""
-        needed = self._blocks(num_tokens) + self._longest(chunk_lens, num_tokens)
+        scratch = self._longest(chunk_lens, num_tokens)
+        if asynchronous:
+            scratch = max(0, scratch - len(self._held))
+        needed = self._blocks(num_tokens) + scratch
         return bool(self._pool.get_num_free_blocks() >= needed)
 
     def borrow(
-        self, num_tokens: int, chunk_lens: Sequence[int], missing_lens: Sequence[int]
+        self,
+        num_tokens: int,
+        chunk_lens: Sequence[int],
+        missing_lens: Sequence[int],
+        *,
+        asynchronous: bool,
     ) -> None:
         """Take blocks for an admitted request.
 
@@ -59,19 +77,33 @@ class ScratchBlocks:
             num_tokens: Of the request.
             chunk_lens: Tokens of every chunk to load or to generate.
             missing_lens: Of those to generate.
+            asynchronous: Whether to hold them until `release`.
         """
         least = self._longest(chunk_lens, num_tokens)
         # More than one pass computes would only push others out of the prefix cache.
         useful = min(sum(map(self._blocks, missing_lens)), self._per_pass)
         wanted = max(least, useful)
+        if asynchronous:
+            wanted = max(0, wanted - len(self._held))
         num_blocks = min(wanted, self._pool.get_num_free_blocks())
-        self._borrowed += self._pool.get_new_blocks(num_blocks)
+        blocks = self._pool.get_new_blocks(num_blocks)
+        if asynchronous:
+            self._held += blocks
+        else:
+            self._borrowed += blocks
 
     def give_back(self) -> None:
-        """Return everything; harmless when nothing is borrowed."""
-        if self._borrowed:
-            self._pool.free_blocks(reversed(self._borrowed))
-            self._borrowed = []
+        """Return what the step borrowed; harmless when nothing is borrowed."""
+        self._borrowed = self._return(self._borrowed)
+
+    def release(self) -> None:
+        """Return what asynchronous requests held; harmless when nothing is held."""
+        self._held = self._return(self._held)
+
+    def _return(self, blocks: list[Any]) -> list[Any]:
+        if blocks:
+            self._pool.free_blocks(reversed(blocks))
+        return []
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

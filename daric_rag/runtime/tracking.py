@@ -29,6 +29,7 @@ class TrackedRequest:
         first_plan: Of its first one, before any preemption; what the client is told.
         token_ids: The prompt's ids, vLLM's own list.
         unsaved: Segments of the first chunk still to be saved in place.
+        asynchronous: Whether the plan is carried out while vLLM lets the request wait.
         in_prefill: Whether some of its claimed prompt is not computed yet.
         report: What its admissions took, summed.
         saved_tokens: Written to the store for it.
@@ -42,6 +43,7 @@ class TrackedRequest:
     first_plan: RequestPlan | None = None
     token_ids: Sequence[int] = ()
     unsaved: list[SegmentSave] = field(default_factory=list)
+    asynchronous: bool = False
     in_prefill: bool = False
     report: RequestReport = field(default_factory=RequestReport)
     saved_tokens: int = 0

@@ -39,6 +39,7 @@ __all__ = [
     "executor_class_of",
     "extract_layer_index",
     "get_kv_transfer_group",
+    "has_cleanup",
     "platform_worker_class",
     "quiet",
     "release_process_state",
@@ -153,6 +154,15 @@ def release_process_state() -> None:
 
     ensure_kv_transfer_shutdown()
     cleanup_dist_env_and_memory()
+
+
+def has_cleanup(engine: Any) -> bool:
+    """Whether requests that ended still hold blocks, which the next step frees.
+
+    Args:
+        engine: vLLM's engine, in this process.
+    """
+    return bool(engine.engine_core.engine_core.scheduler.has_finished_requests())
 
 
 def reuse_of_aborted(engine: Any, request_id: str) -> dict[str, Any] | None:

@@ -54,6 +54,10 @@ class Spy:
         plan = scheduled.kv_connector_metadata.plan
         self.plans.append(plan)
         self.blocks |= {step.req_id: list(step.block_ids) for step in plan.requests}
+        for request in scheduled.scheduled_new_reqs:
+            # One that waited until its blocks were filled has more of them by now.
+            if request.req_id in self.blocks:
+                self.blocks[request.req_id] = list(request.block_ids[0])
         cached = scheduled.scheduled_cached_reqs
         for req_id, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if req_id in self.blocks and req_id not in cached.resumed_req_ids and new:
