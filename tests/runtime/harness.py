@@ -47,6 +47,8 @@ class Spy:
         # step by step.
         self.blocks: dict[str, list[int]] = {}
         self.passes = 0
+        # Per step, the tokens of each of its passes; vLLM's own pass is the last one.
+        self.step_lens: list[list[int]] = []
         self._prepare = self.side.prepare_step
         self.side.prepare_step = self
 
@@ -63,11 +65,17 @@ class Spy:
             if req_id in self.blocks and req_id not in cached.resumed_req_ids and new:
                 self.blocks[req_id] += new[0]
 
+        lens: list[int] = []
+        self.step_lens.append(lens)
+
         def counted(output: Any) -> None:
             self.passes += 1
+            lens.append(output.total_num_scheduled_tokens)
             run_pass(output)
 
-        return self._prepare(scheduled, counted)
+        own = self._prepare(scheduled, counted)
+        lens.append(own.total_num_scheduled_tokens)
+        return own
 
     def cache_of(self, block_ids: Sequence[int], num_tokens: int) -> KVCache:
         """Reads K and V from blocks, `[layers, tokens, heads, head_dim]` each."""

@@ -150,7 +150,9 @@ class Trouble:
                     self.num_index_flips += is_index
                     self.num_flips += not is_index
                     if self._is_over.is_set():
-                        os.kill(pid, signal.SIGKILL)
+                        # It may have ended by itself meanwhile.
+                        with suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
 
 
 def on_disk_only(harness: Harness) -> None:
