@@ -9,10 +9,11 @@ Every position of a prompt of L tokens has one owner (section 3.3.2)::
 
 The claim made to vLLM, ``hit_len``, is the start of the last window: all blocks are
 then allocated at once, vLLM schedules exactly the last window, and everything before
-it is the worker's business within the same step, hit or miss. The paper claims
+it is the worker's business, hit or miss: within the same step where it is little, else
+over several steps while vLLM lets the request wait, as for a transfer. The paper claims
 ``max(gpu_prefix_len, contiguous_len)``; on current vLLM that leaves holes which are
 scheduled although nobody computes them. A stale index costs time and never
-correctness, because what cannot be loaded is generated in the same step.
+correctness, because what cannot be loaded is generated.
 
 The first chunk is an exact prefix. What the store does not have of it is therefore
 computed in place, as one more window, and saved from where it lies.

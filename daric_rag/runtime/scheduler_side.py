@@ -9,21 +9,23 @@ from typing import Any
 from daric_rag.config import DaricConfig
 from daric_rag.errors import WireError
 from daric_rag.plan import RequestPlan, plan_request
+from daric_rag.runtime.admission import Admission
 from daric_rag.runtime.metadata import DaricWorkerMetadata
 from daric_rag.runtime.pending_saves import PendingSaves
 from daric_rag.runtime.scratch import ScratchBlocks
 from daric_rag.runtime.store_view import StoreView
-from daric_rag.runtime.tracking import TrackedRequest, reuse_stats
+from daric_rag.runtime.tracking import (
+    TrackedRequest,
+    reuse_stats,
+    why_not_reused,
+)
 from daric_rag.selection import total_len
 from daric_rag.steps import Limits, RequestStep, SaveStep, StepPlan
-from daric_rag.wire import RequestWire, decode_request, encode_reuse, salt_of
+from daric_rag.wire import RequestWire, decode_request, encode_reuse
 
 __all__ = ["SchedulerSide"]
 
 logger = logging.getLogger(__name__)
-
-# A step computes at most this part of a pass before vLLM's own one.
-_STEP_SHARE = 4
 
 
 class SchedulerSide:
@@ -36,16 +38,12 @@ class SchedulerSide:
     """
 
     def __init__(self, config: DaricConfig, view: StoreView, limits: Limits) -> None:
-        self._config, self._view, self._limits = config, view, limits
+        self._config, self._view = config, view
         self._tracked: dict[str, TrackedRequest] = {}
         self._admitted: list[RequestStep] = []
-        # Tokens that this step computes before vLLM's own pass.
-        self._admitted_len = 0
-        # Tokens that asynchronous requests wait for, and those requests.
-        self._backlog_len = 0
+        self._admission = Admission(limits.max_num_tokens)
+        # Asynchronous requests that the worker side is not done with.
         self._filling: set[str] = set()
-        # Whether a request had to wait in this step, so that those behind it do too.
-        self._is_blocked = False
         self._scratch: ScratchBlocks | None = None
         self._saving = PendingSaves()
         # Answers that vLLM holds already while the step's report is still to come.
@@ -62,7 +60,7 @@ class SchedulerSide:
             wire = decode_request(params)
             if wire is None:
                 return
-            reason = self._refusal(wire, request)
+            reason = why_not_reused(wire, request)
         except WireError as error:
             wire, reason = None, str(error)
         except Exception:
@@ -86,7 +84,7 @@ class SchedulerSide:
             in the next step; and whether it waits until they are. Changes nothing but
             the request's own pending plan, and what the view learns from the store.
         """
-        if self._is_blocked:
+        if self._admission.is_blocked:
             return None, False
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
@@ -95,10 +93,10 @@ class SchedulerSide:
         if tracked.reason or tracked.wire is None:
             return 0, False
         plan = None
-        if self._backlog_len < self._limits.max_num_tokens:
+        if not self._admission.has_backlog:
             plan = self._plan(tracked.wire, request, gpu_prefix_len)
         if plan is None or not self._may_start(tracked, plan, request.num_tokens):
-            self._is_blocked = True
+            self._admission.is_blocked = True
             return None, False
         tracked.plan = plan
         return plan.num_external_tokens, tracked.asynchronous
@@ -135,10 +133,8 @@ class SchedulerSide:
         exact = tracked.own_salt or plan.gpu_prefix_len == 0
         tracked.unsaved = list(plan.saves) if exact else []
         tracked.token_ids = request.prompt_token_ids
-        if now:
-            self._admitted_len += _work_len(plan)
-        else:
-            self._backlog_len += _work_len(plan)
+        self._admission.admit(_work_len(plan), asynchronous=not now)
+        if not now:
             self._filling.add(request.request_id)
         self._admitted.append(
             RequestStep(
@@ -181,8 +177,8 @@ class SchedulerSide:
             self._pool.block_ids,
             self._pool.held_block_ids,
         )
-        self._admitted, self._admitted_len = [], 0
-        self._is_blocked = False
+        self._admitted = []
+        self._admission.end_planning()
         self._closing.clear()
         return plan
 
@@ -202,7 +198,7 @@ class SchedulerSide:
 
     def take_report(self, report: DaricWorkerMetadata) -> None:
         """Learn what the worker really saved, missed and spent."""
-        self._backlog_len = report.backlog_len
+        self._admission.learn_backlog(report.backlog_len)
         self._view.forget(report.evicted)
         self._view.forget(report.lost)
         self._saving.take_saved(report.saved, self._view)
@@ -242,23 +238,6 @@ class SchedulerSide:
         assert self._scratch is not None, "bind_scratch comes before the first request"
         return self._scratch
 
-    def _refusal(self, wire: RequestWire, request: Any) -> str:
-        if request.prompt_token_ids is None:
-            return "the prompt has no token ids"
-        if wire.prompt_len != len(request.prompt_token_ids):
-            return (
-                f"the layout covers {wire.prompt_len} tokens and the prompt has "
-                f"{len(request.prompt_token_ids)}; send the layout's own token ids"
-            )
-        if request.skip_reading_prefix_cache:
-            # vLLM zeroes the external hit of such a request after it was planned.
-            return "prompt log-probabilities need every prompt token to be computed"
-        if request.cache_salt != salt_of(wire):
-            # Its approximate blocks would be served to ordinary requests, or to
-            # requests that take them for what they are not.
-            return "its cache_salt is not that of its layout; use wire.salt_of"
-        return ""
-
     def _plan(
         self, wire: RequestWire, request: Any, gpu_prefix_len: int
     ) -> RequestPlan:
@@ -277,15 +256,10 @@ class SchedulerSide:
     def _may_start(
         self, tracked: TrackedRequest, plan: RequestPlan, num_tokens: int
     ) -> bool:
-        """Whether a request can be admitted now; decides whether it then waits.
-
-        What is computed before vLLM's own pass makes the step longer for everybody, so
-        a step takes little of it; requests with more to compute wait for it.
-        """
-        share = self._limits.max_num_tokens // _STEP_SHARE
+        """Whether a request can be admitted now; decides whether it then waits."""
         work_len = _work_len(plan)
         tracked.asynchronous = work_len > 0 and (
-            self._admitted_len + work_len > share
+            not self._admission.fits_step(work_len)
             # It waits for the others' chunk instead of generating its own.
             or self._saving.is_awaited(plan)
         )

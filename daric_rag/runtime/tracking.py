@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from daric_rag.chunk_plan import SegmentSave
 from daric_rag.engine import ReuseStats
 from daric_rag.plan import RequestPlan
 from daric_rag.runtime.metadata import RequestReport
-from daric_rag.wire import RequestWire
+from daric_rag.wire import RequestWire, salt_of
 
-__all__ = ["TrackedRequest", "reuse_stats"]
+__all__ = ["TrackedRequest", "reuse_stats", "why_not_reused"]
 
 
 @dataclass
@@ -52,6 +53,25 @@ class TrackedRequest:
     def filled_from(self) -> int:
         """First position that vLLM's own passes compute, maybe over several steps."""
         return self.plan.hit_len if self.plan is not None else 0
+
+
+def why_not_reused(wire: RequestWire, request: Any) -> str:
+    """Return why nothing may be reused for one of vLLM's requests, or ""."""
+    if request.prompt_token_ids is None:
+        return "the prompt has no token ids"
+    if wire.prompt_len != len(request.prompt_token_ids):
+        return (
+            f"the layout covers {wire.prompt_len} tokens and the prompt has "
+            f"{len(request.prompt_token_ids)}; send the layout's own token ids"
+        )
+    if request.skip_reading_prefix_cache:
+        # vLLM zeroes the external hit of such a request after it was planned.
+        return "prompt log-probabilities need every prompt token to be computed"
+    if request.cache_salt != salt_of(wire):
+        # Its approximate blocks would be served to ordinary requests, or to
+        # requests that take them for what they are not.
+        return "its cache_salt is not that of its layout; use wire.salt_of"
+    return ""
 
 
 def reuse_stats(tracked: TrackedRequest, prompt_len: int) -> ReuseStats:

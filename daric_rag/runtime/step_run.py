@@ -1,0 +1,163 @@
+"""One engine step of the worker side, as in section 3.3.3.
+
+Its order::
+
+    prepare        stage 1   read hits, re-encode, place
+                             generate misses in scratch blocks, save, re-encode, place
+                   stage 2   early windows that do not fit beside vLLM's requests
+    vLLM's pass    stage 2   the other early windows, every request's last window,
+                             ordinary requests, a share of the fill queue
+    finish                   save what the pass completed
+
+Requests with little to compute go through both stages in the step that admits them.
+Those with more wait in the fill queue, which has what room is left beside them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from daric_rag.runtime.block_filler import BlockFiller
+from daric_rag.runtime.chunk_blocks import ChunkBlocks, save_segment
+from daric_rag.runtime.fill_queue import FillQueue
+from daric_rag.runtime.kv_mover import KvMover
+from daric_rag.runtime.metadata import DaricWorkerMetadata, RequestReport
+from daric_rag.runtime.step_builder import StepPasses, SubRequest
+from daric_rag.runtime.vllm_api import SchedulerOutput
+from daric_rag.selection import Span, merge
+from daric_rag.steps import Limits, Piece, RequestStep, StepPlan, window_waves
+
+__all__ = ["StepRun"]
+
+# The fill queue gets at least this part of a pass, beside vLLM's own if need be, so
+# that a stream of ordinary requests cannot starve it.
+_LEAST_SHARE = 4
+
+
+class StepRun:
+    """Worker process. Executes one step plan.
+
+    Attributes:
+        report: What was done, complete after `finish`.
+
+    Args:
+        mover: Between store and blocks.
+        queue: Requests that wait; goes on from step to step.
+        plan: The step's work.
+        passes: Runs passes of sub-requests.
+        limits: Of one forward pass.
+        block_size: Tokens per block.
+    """
+
+    def __init__(
+        self,
+        mover: KvMover,
+        queue: FillQueue,
+        plan: StepPlan,
+        passes: StepPasses,
+        *,
+        limits: Limits,
+        block_size: int,
+    ) -> None:
+        self.report = DaricWorkerMetadata(
+            reports={step.req_id: RequestReport() for step in plan.requests}
+        )
+        self._mover, self._queue, self._plan = mover, queue, plan
+        self._passes, self._limits, self._block_size = passes, limits, block_size
+        self._chunks = ChunkBlocks(mover, self.report)
+        self._now = plan.admitted(asynchronous=False)
+        self._pass_started_s = 0.0
+        self._has_joined = False
+
+    def prepare(self) -> SchedulerOutput:
+        """Run what comes before vLLM's own pass; return what that one runs."""
+        filler = BlockFiller(
+            self._chunks,
+            self.report,
+            self._plan.scratch_block_ids,
+            limits=self._limits,
+            block_size=self._block_size,
+        )
+        unfilled = filler.fill(self._now, self._passes)
+        self._queue.drop(self._passes.scheduled.finished_req_ids)
+        self._queue.hold(self._plan.held_block_ids)
+        self._queue.add(self._plan.admitted(asynchronous=True), self._chunks)
+        self._pass_started_s = time.perf_counter()
+        joining = self._recompute(unfilled)
+        return self._passes.join(joining + self._run_queue(joining))
+
+    def finish(self) -> None:
+        """After vLLM's pass: save what it completed."""
+        spent_s = time.perf_counter() - self._pass_started_s
+        for step in self._now:
+            self.report.report_of(step.req_id).recompute_s += spent_s
+        if self._has_joined:
+            self._queue.complete(self._chunks, self.report, self._pass_started_s)
+        for save in self._plan.saves:
+            identity = self._mover.identity(
+                save.key, save.parent, save.index, save.document
+            )
+            num_tokens = save.end - save.start
+            save_segment(
+                self._mover,
+                self.report,
+                identity,
+                save.block_ids,
+                save.start,
+                num_tokens,
+            )
+
+    def _recompute(self, unfilled: dict[str, list[Span]]) -> list[SubRequest]:
+        """Stage 2: run what does not fit beside vLLM's requests; return the rest."""
+        waves = window_waves(
+            [
+                _early_windows(request, unfilled.get(request.req_id, ()))
+                for request in self._now
+            ],
+            limits=self._limits,
+            scheduled=self._passes.scheduled_size,
+        )
+        for wave in waves.early:
+            self._passes.run(self._subs_of(wave))
+        return self._subs_of(waves.final)
+
+    def _subs_of(self, pieces: Sequence[Piece]) -> list[SubRequest]:
+        requests = self._now
+        return [
+            SubRequest(
+                requests[piece.index].token_ids,
+                piece.start,
+                piece.end,
+                requests[piece.index].block_ids,
+            )
+            for piece in pieces
+        ]
+
+    def _run_queue(self, joining: Sequence[SubRequest]) -> list[SubRequest]:
+        """Let the fill queue go on; returns what of it joins vLLM's pass."""
+        size, limits = self._passes.scheduled_size, self._limits
+        taken = size.max_num_tokens + sum(sub.end - sub.start for sub in joining)
+        seats = limits.max_num_seqs - size.max_num_seqs - len(joining)
+        room = limits.max_num_tokens - taken
+        share = -(-limits.max_num_tokens // _LEAST_SHARE)
+        if taken and room >= share and seats >= 1:
+            subs = self._queue.next_pass(Limits(room, seats), self._chunks)
+            self._has_joined = bool(subs)
+            return subs
+        # In a pass of its own nothing is sampled, which pays where there is nobody to
+        # sample for.
+        most = share if taken else limits.max_num_tokens
+        subs = self._queue.next_pass(Limits(most, limits.max_num_seqs), self._chunks)
+        if subs:
+            self._passes.run(subs)
+            self._queue.complete(self._chunks, self.report, self._pass_started_s)
+        return []
+
+
+def _early_windows(request: RequestStep, unfilled: Sequence[Span]) -> Sequence[Span]:
+    """A request's windows before the last one, and what stage 1 could not fill."""
+    if not unfilled:
+        return request.early_windows
+    windows = merge([*request.early_windows, *unfilled])
+    return [(start, min(end, request.hit_len)) for start, end in windows]
