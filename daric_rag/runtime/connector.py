@@ -24,6 +24,7 @@ from daric_rag.runtime.vllm_api import (
     KVConnectorRole,
     SchedulerOutput,
     VllmConfig,
+    attention_kernel_of,
     extract_layer_index,
     rotary_modules,
     rotate_rows,
@@ -120,6 +121,14 @@ class DaricConnector(KVConnectorBase_V1):
         per_pass = self._vllm_config.scheduler_config.max_num_batched_tokens
         token_ids = [_GATE_TOKEN] * min(MAX_GATE_TOKENS, block_size, per_pass)
         keys = self.worker.cached_keys_of(token_ids, run_pass)
+        model = self._vllm_config.model_config
+        self.worker.check_first_use(
+            run_pass,
+            kernel=attention_kernel_of(self._vllm_config, self._kv_caches),
+            max_model_len=model.max_model_len,
+            vocab_size=model.get_vocab_size(),
+        )
+        # Last, for ranks that differ must not part before the last pass.
         check_cached_keys(keys, self._rope)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "SchedulerOutput",
     "VLLMClientError",
     "VllmConfig",
+    "attention_kernel_of",
     "check_version",
     "current_platform",
     "executor_class_of",
@@ -191,6 +192,12 @@ def rotate_rows(
     from vllm import _custom_ops as ops
 
     ops.rotary_embedding(positions, rows, None, head_dim, cos_sin, is_neox)
+
+
+def attention_kernel_of(config: VllmConfig, kv_caches: dict[str, Any]) -> str:
+    """Return the name of the attention kernel that uses the cache."""
+    layers = config.compilation_config.static_forward_context
+    return type(layers[next(iter(kv_caches))].impl).__name__
 
 
 def write_slots_of(config: VllmConfig, kv_caches: dict[str, Any]) -> WriteSlots:

@@ -14,11 +14,13 @@ from torch import Tensor
 from daric_rag.config import KvStorageName
 from daric_rag.keys import Scalar, model_fingerprint
 from daric_rag.runtime.fill_queue import FillQueue
+from daric_rag.runtime.gate_record import GateRecord, gate_facts
 from daric_rag.runtime.kv_codec import KvShape, codec_of
 from daric_rag.runtime.kv_layout import KvLayout, WriteSlots
 from daric_rag.runtime.kv_mover import KvMover
 from daric_rag.runtime.kv_probe import probe_layout
 from daric_rag.runtime.metadata import DaricMetadata, DaricWorkerMetadata
+from daric_rag.runtime.model_gate import GateEngine, ModelGate
 from daric_rag.runtime.pinned_memory import pin_arena
 from daric_rag.runtime.rope import Reencoder, RopeParameters, RotateFn
 from daric_rag.runtime.step_builder import (
@@ -68,6 +70,7 @@ class WorkerSide:
         self._builder = StepBuilder()
         self._layout: KvLayout | None = None
         self._mover: KvMover | None = None
+        self._reencoder: Reencoder | None = None
         self._queue = FillQueue(block_size)
         self._run: StepRun | None = None
         # As last reported.
@@ -94,10 +97,11 @@ class WorkerSide:
         self._clear_spare_block()
         self._layout = layout
         shape = KvShape(len(self._layers), num_kv_heads, head_dim, first.dtype)
+        self._reencoder = Reencoder(rope, rotate)
         self._mover = KvMover(
             self.store,
             layout,
-            Reencoder(rope, rotate),
+            self._reencoder,
             shape=shape,
             codec=codec_of(self._kv_storage, shape, first.device),
             fingerprint=self._fingerprint,
@@ -123,6 +127,43 @@ class WorkerSide:
         self._layout.gather(keys, torch.empty_like(keys), [_SPARE_BLOCK], 0)
         self._clear_spare_block()
         return keys
+
+    def check_first_use(
+        self, run_pass: RunPass, *, kernel: str, max_model_len: int, vocab_size: int
+    ) -> None:
+        """Put the model through the full gate unless it has passed it before.
+
+        No request may exist yet: blocks are overwritten, and zero afterwards.
+
+        Args:
+            run_pass: Runs a pass of sub-requests.
+            kernel: Name of the attention kernel.
+            max_model_len: Tokens that a sequence may have.
+            vocab_size: Token ids are below it.
+
+        Raises:
+            UnsupportedModelError: Reused documents would be garbled.
+        """
+        assert self._layout is not None
+        assert self._reencoder is not None
+        record = GateRecord(gate_facts(self._fingerprint, self._layers, kernel))
+        if record.has_passed():
+            return
+
+        def run(subs: Sequence[SubRequest]) -> None:
+            run_pass(self._builder.alone(empty_step(), subs, first=True))
+
+        engine = GateEngine(
+            run,
+            self._layout,
+            self._reencoder.reencode_keys,
+            self._layers,
+            self._limits,
+            max_model_len,
+            vocab_size,
+        )
+        ModelGate(engine).check()
+        record.remember()
 
     def prepare_step(
         self, scheduled: SchedulerOutput, run_pass: RunPass

@@ -7,20 +7,31 @@ _QUERY_ROWS = 512
 """Queries per attention matrix: bounds memory at long prompts, changes nothing."""
 
 
-def apply_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (j, j + head_dim / 2), as Llama and Qwen do.
+def apply_rotation(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> Tensor:
+    """Rotates the first `2 * num_pairs` elements of each head, pair by pair.
 
     Args:
         x: `[num_tokens, num_heads, head_dim]`.
-        cos: `[num_tokens, head_dim / 2]` (or `[1, ...]`), likewise `sin`.
+        cos: `[num_tokens, num_pairs]` (or `[1, ...]`), likewise `sin`.
         sin: See `cos`.
+        interleaved: Pairs are `(2 j, 2 j + 1)`, as in ERNIE, rather than
+            `(j, j + num_pairs)`, as in Llama and Qwen.
 
     Returns:
         A new tensor of the shape of `x`.
     """
-    first, second = x.chunk(2, dim=-1)
+    num_pairs = cos.shape[-1]
+    pairs = torch.arange(num_pairs)
+    first, second = (
+        (2 * pairs, 2 * pairs + 1) if interleaved else (pairs, pairs + num_pairs)
+    )
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    out = x.clone()
+    out[..., first] = x[..., first] * cos - x[..., second] * sin
+    out[..., second] = x[..., second] * cos + x[..., first] * sin
+    return out
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:

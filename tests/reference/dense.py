@@ -29,6 +29,8 @@ from tests.reference.attention import apply_rotation, attend
 from tests.reference.outputs import Continuation, KVCache, Prefill
 from tests.reference.prompts import Span
 
+_INTERLEAVED = ("ernie4_5", "glm4")
+
 
 def window_positions(windows: Sequence[Span], prompt_len: int) -> Tensor:
     """The positions inside half-open windows, ascending and each once.
@@ -53,7 +55,7 @@ def window_positions(windows: Sequence[Span], prompt_len: int) -> Tensor:
 
 
 class DenseReference:
-    """DARIC over one transformers decoder (Llama, Qwen2, Qwen3, Qwen3-MoE).
+    """DARIC over one transformers decoder (Llama, Qwen, ERNIE, GLM-4, StableLM).
 
     Holds no cache: every call starts from token ids.
     """
@@ -69,6 +71,8 @@ class DenseReference:
         self.num_layers: int = len(self.decoder.layers)
         self.inv_freq: Tensor = self.decoder.rotary_emb.inv_freq.float()
         self.attention_scaling = float(self.decoder.rotary_emb.attention_scaling)
+        # No configuration says so: it is part of the architecture.
+        self.interleaved: bool = model.config.model_type in _INTERLEAVED
 
     def chunk_kv(self, token_ids: Sequence[int]) -> KVCache:
         """The independent cache of one chunk, at positions 0 .. n - 1 (2.1)."""
@@ -93,7 +97,8 @@ class DenseReference:
         """
         angles = delta * self.inv_freq.to(angle_dtype).unsqueeze(0)
         cos, sin = angles.cos().to(keys.dtype), angles.sin().to(keys.dtype)
-        return apply_rotation(keys.flatten(0, -3), cos, sin).view_as(keys)
+        turned = apply_rotation(keys.flatten(0, -3), cos, sin, self.interleaved)
+        return turned.view_as(keys)
 
     def full_prefill(self, token_ids: Sequence[int]) -> Prefill:
         """Ordinary prefill of the whole prompt: no reuse at all."""
@@ -234,10 +239,14 @@ class DenseReference:
                 keys[index, positions] = new_keys
                 values[index, positions] = new_values
                 out = attend(query, keys[index], values[index], positions)
-                x = x + layer.self_attn.o_proj(out.flatten(1))
+                out = layer.self_attn.o_proj(out.flatten(1))
+                if sandwiched := hasattr(layer, "post_self_attn_layernorm"):
+                    out = layer.post_self_attn_layernorm(out)  # GLM-4
+                x = x + out
                 # The MLP wants a batch dimension when it routes between experts.
                 hidden = layer.post_attention_layernorm(x).unsqueeze(0)
-                x = x + layer.mlp(hidden).squeeze(0)
+                out = layer.mlp(hidden).squeeze(0)
+                x = x + (layer.post_mlp_layernorm(out) if sandwiched else out)
             logits = self.model.lm_head(self.decoder.norm(x[-1]))
         return Prefill(KVCache(keys, values), logits)
 
@@ -264,7 +273,8 @@ class DenseReference:
         angles = positions.float().unsqueeze(-1) * self.inv_freq
         cos = (angles.cos() * self.attention_scaling).to(x.dtype)
         sin = (angles.sin() * self.attention_scaling).to(x.dtype)
-        return apply_rotation(query, cos, sin), apply_rotation(keys, cos, sin), values
+        query = apply_rotation(query, cos, sin, self.interleaved)
+        return query, apply_rotation(keys, cos, sin, self.interleaved), values
 
 
 def load_reference(

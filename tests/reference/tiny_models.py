@@ -1,8 +1,9 @@
 """Tiny seeded float32 checkpoints that transformers and vLLM both load.
 
 One kind per thing that can go wrong with stored keys and values: how heads share
-keys, biases, query/key norms, head sizes unlike hidden/heads, and every way of
-scaling RoPE that a position-independent cache can support.
+keys, biases, query/key norms, head sizes unlike hidden/heads, which elements of a head
+turn and in which pairs, and every way of scaling RoPE that a position-independent cache
+can support.
 
 The weights are random but not small. With an ordinary initialisation attention is
 almost uniform and logits almost flat, so that a test passes whatever the cache holds.
@@ -19,11 +20,14 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Ernie4_5Config,
+    Glm4Config,
     LlamaConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    StableLmConfig,
 )
 
 from tests.reference.tiny_tokenizer import (
@@ -118,6 +122,22 @@ _CONFIGS: Mapping[str, Callable[[], PretrainedConfig]] = {
             "yarn", factor=4.0, original_max_position_embeddings=MAX_POSITION // 4
         )
     ),
+    # Pairs (2 i, 2 i + 1) rather than halves.
+    "ernie-interleaved": lambda: Ernie4_5Config(**_common(head_dim=64)),
+    # Such pairs in the first half of a head; a norm after attention and MLP, too.
+    "glm4-interleaved-partial": lambda: Glm4Config(
+        **_common(
+            head_dim=64,
+            rope_parameters=_rope("default", partial_rotary_factor=0.5),
+        )
+    ),
+    # The first half of a head turns; LayerNorm with biases.
+    "stablelm-partial": lambda: StableLmConfig(
+        **_common(
+            rope_parameters=_rope("default", partial_rotary_factor=0.5),
+            use_qkv_bias=True,
+        )
+    ),
     "qwen3-moe": _qwen3_moe,
 }
 
@@ -171,12 +191,12 @@ def _randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
         module = owner.rpartition(".")[2]
         if module in ("q_norm", "k_norm"):
             value = _QK_NORM_GAIN * (1.0 + 0.1 * noise)
+        elif leaf == "bias":
+            value = _BIAS_STD * noise
         elif module.endswith("norm"):
             value = 1.0 + 0.1 * noise
         elif module == "embed_tokens":
             value = _EMBED_STD * noise
-        elif leaf == "bias":
-            value = _BIAS_STD * noise
         else:
             # Experts are bare parameters: their own name says which kind they are.
             unit = _UNIT_STD[module if leaf == "weight" else leaf]
