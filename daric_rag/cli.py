@@ -1,4 +1,4 @@
-"""``daric``: the demo and the benchmarks on a command line.
+"""``daric``: the demo, the benchmarks and the inspector on a command line.
 
 Nothing heavy is imported before a command needs it, so that help is instant. What is
 asked for goes to standard output; progress and complaints go to standard error
@@ -30,6 +30,7 @@ from daric_rag.cli_common import (
 )
 from daric_rag.config import DaricConfig
 from daric_rag.errors import ConfigError, DaricError
+from daric_rag.inspect_cli import inspect
 from daric_rag.store_cli import store_app
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(store_app, name="store")
+app.command()(inspect)
 
 
 @app.command()

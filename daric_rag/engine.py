@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from daric_rag.errors import PromptError
 from daric_rag.generation import GenerationOptions, Reuse
 from daric_rag.layout import MAX_TITLE_LEN, PromptLayout
+from daric_rag.trace import RequestTrace
 
 __all__ = [
     "ChunkedPrompt",
@@ -162,6 +163,8 @@ class Completion:
         logprobs: Per generated token, token id to log-probability; None if not asked.
         ttft_s: Seconds from submission to the first token's arrival at the client.
         reuse: Where the prompt's KV came from.
+        trace: What became of every chunk, and when; None if not asked, or if the
+            engine sent none.
     """
 
     text: str
@@ -170,6 +173,7 @@ class Completion:
     logprobs: tuple[dict[int, float], ...] | None
     ttft_s: float
     reuse: ReuseStats = field(default_factory=ReuseStats)
+    trace: RequestTrace | None = None
 
 
 @dataclass(frozen=True, slots=True)

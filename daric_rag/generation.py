@@ -36,6 +36,7 @@ class GenerationOptions:
         conversation: Id of a conversation whose prompts grow by whole chunks, so that
             a longer prompt takes its earlier blocks from vLLM's prefix cache.
         namespace: Tenant of this request; None is the configuration's.
+        trace: Have the engine tell what became of every chunk, and when.
     """
 
     max_tokens: int = 256
@@ -48,6 +49,7 @@ class GenerationOptions:
     ignore_eos: bool = False
     conversation: str | None = None
     namespace: str | None = None
+    trace: bool = False
 
     def __post_init__(self) -> None:
         """Check every option, so that nothing is refused halfway."""
@@ -66,8 +68,10 @@ class GenerationOptions:
                 f"reuse is {self.reuse!r}; it must be one of {', '.join(_REUSE)}"
             )
         _check_stop(self.stop)
-        if not isinstance(self.ignore_eos, bool):
-            raise ConfigError(f"ignore_eos is {self.ignore_eos!r}; it must be a bool")
+        for name in ("ignore_eos", "trace"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name} is {shown(value)}; it must be a bool")
         for name in ("conversation", "namespace"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):

@@ -192,6 +192,7 @@ class InputProcessor:
         save_tail: bool = False,
         namespace: str | None = None,
         conversation: str | None = None,
+        trace: bool = False,
     ) -> RequestWire:
         """Return what the scheduler side has to know of a prompt.
 
@@ -202,6 +203,7 @@ class InputProcessor:
             save_tail: See `RequestWire`.
             namespace: The request's tenant; None is the configuration's.
             conversation: See `RequestWire`.
+            trace: See `RequestWire`.
 
         Raises:
             WireError: `reuse` is something else.
@@ -217,6 +219,7 @@ class InputProcessor:
             config=config,
             save_tail=save_tail,
             conversation=conversation,
+            trace=trace,
         )
 
     def _chunked(self, prompt: ChunkedPrompt) -> list[tuple[str, _Ids]]:

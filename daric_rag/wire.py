@@ -4,8 +4,8 @@ Client -> scheduler: one entry in vLLM's ``kv_transfer_params``, under `WIRE_KEY
 carries where the chunks are and how to treat them, never windows or keys: hits and
 side data are known on the scheduler side only, so the same pure functions run there.
 
-Scheduler -> client: the reuse counts, under the same key of the finished request's
-``kv_transfer_params``.
+Scheduler -> client: the reuse counts, and a trace where the request asked for one,
+under the same key of the finished request's ``kv_transfer_params``.
 
 Both are plain JSON values, because a remote server gets them over HTTP. Everything is
 checked on arrival: a server must not be confused by a client of another version.
@@ -13,6 +13,7 @@ checked on arrival: a server must not be confused by a client of another version
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from daric_rag.errors import ConfigError, WireError
 from daric_rag.keys import cache_salt, chunking_id
 from daric_rag.layout import MAX_TITLE_LEN
 from daric_rag.selection import ReuseMode, Span
+from daric_rag.trace import RequestTrace
 
 __all__ = [
     "MAX_CHUNKS",
@@ -30,10 +32,13 @@ __all__ = [
     "RequestWire",
     "decode_request",
     "decode_reuse",
+    "decode_trace",
     "encode_request",
     "encode_reuse",
     "salt_of",
 ]
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -62,6 +67,7 @@ class RequestWire:
         conversation: Id of a template or conversation whose prompts only ever grow by
             whole chunks; a longer prompt then still takes its earlier blocks from
             vLLM's prefix cache. None: only an equal layout shares blocks.
+        trace: Whether the scheduler side is to send a `RequestTrace` back.
     """
 
     ends: tuple[int, ...]
@@ -71,6 +77,7 @@ class RequestWire:
     save_tail: bool = False
     conversation: str | None = None
     titles: tuple[str, ...] = ()
+    trace: bool = False
 
     def __post_init__(self) -> None:
         """Check what a foreign client may have got wrong."""
@@ -123,6 +130,7 @@ def encode_request(wire: RequestWire) -> dict[str, Any]:
             "conversation": wire.conversation,
             "namespace": wire.config.namespace,
             "titles": list(wire.titles),
+            "trace": int(wire.trace),
             **wire.config.policy_fields(),
         }
     }
@@ -156,6 +164,8 @@ def decode_request(params: Mapping[str, Any] | None) -> RequestWire | None:
             save_tail=_flags([entry["save_tail"]])[0],
             conversation=entry["conversation"],
             titles=_listed(entry["titles"]),
+            # Absent from requests of clients that knew of no traces.
+            trace=_flags([entry.get("trace", 0)])[0],
         )
     except (KeyError, ConfigError) as error:
         raise WireError(f"a request's layout is damaged: {error}") from error
@@ -179,9 +189,12 @@ def salt_of(wire: RequestWire) -> str:
     )
 
 
-def encode_reuse(counts: Any) -> dict[str, Any]:
-    """Return a dataclass of reuse counts as the entry for the client."""
-    return {WIRE_KEY: {"version": WIRE_VERSION, "reuse": asdict(counts)}}
+def encode_reuse(counts: Any, trace: RequestTrace | None = None) -> dict[str, Any]:
+    """Return a dataclass of reuse counts, and a trace, as the entry for the client."""
+    entry = {"version": WIRE_VERSION, "reuse": asdict(counts)}
+    if trace is not None:
+        entry["trace"] = trace.to_dict()
+    return {WIRE_KEY: entry}
 
 
 def decode_reuse(params: Mapping[str, Any] | None, into: type[_T]) -> _T | None:
@@ -207,6 +220,25 @@ def decode_reuse(params: Mapping[str, Any] | None, into: type[_T]) -> _T | None:
             if name in known and _is_alike(value, known[name])
         }
     )
+
+
+def decode_trace(params: Mapping[str, Any] | None) -> RequestTrace | None:
+    """Read a request's trace; None when none was sent, or none that can be read.
+
+    The latter is logged: the request has been answered and must not fail any more.
+
+    Args:
+        params: The finished request's ``kv_transfer_params``.
+    """
+    entry = params.get(WIRE_KEY) if isinstance(params, Mapping) else None
+    data = entry.get("trace") if isinstance(entry, Mapping) else None
+    if data is None:
+        return None
+    try:
+        return RequestTrace.from_dict(data)
+    except WireError as error:
+        logger.warning("a trace is dropped: %s", error)
+        return None
 
 
 def _listed(values: object) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@
 | `store_bench_view` | its table                                                       |
 | `store_report`     | what `daric store` says, as JSON and text                       |
 | `store_view`       | the same as tables                                              |
+| `trace_view`       | a request's trace on a terminal                                 |
 | `units`            | bytes and durations, read and written                           |
 | `terminal`         | what commands share on a terminal                               |
 | `machine`          | what figures were measured on                                   |

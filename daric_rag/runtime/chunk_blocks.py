@@ -90,8 +90,9 @@ class ChunkBlocks:
                 entry = missing.setdefault(entry.key, entry)
                 entry.wanted.append((step, chunk))
             self._mover.settle()
-            spent_s = time.perf_counter() - started_s
-            self._report.report_of(step.req_id).load_s += spent_s
+            report = self._report.report_of(step.req_id)
+            report.loaded_bytes += sum(r.record_bytes for r in records.values())
+            report.load_s += time.perf_counter() - started_s
 
     def seed(self, entry: MissingChunk, blocks: Sequence[int]) -> None:
         """Place the loaded part of a missing chunk where the rest is generated."""

@@ -12,6 +12,7 @@ from daric_rag.runtime.gate import MAX_GATE_TOKENS, check_cached_keys
 from daric_rag.runtime.identity import model_fields, namespace_root
 from daric_rag.runtime.kv_codec import KvShape, codec_of
 from daric_rag.runtime.metadata import DaricMetadata, DaricWorkerMetadata
+from daric_rag.runtime.metrics import DaricPromMetrics, DaricStats
 from daric_rag.runtime.rope import rope_parameters
 from daric_rag.runtime.scheduler_side import SchedulerSide
 from daric_rag.runtime.scratch import ScratchBlocks
@@ -21,7 +22,9 @@ from daric_rag.runtime.support import check_vllm_config
 from daric_rag.runtime.vllm_api import (
     FullAttentionSpec,
     KVConnectorBase_V1,
+    KVConnectorPromMetrics,
     KVConnectorRole,
+    KVConnectorStats,
     SchedulerOutput,
     VllmConfig,
     attention_kernel_of,
@@ -226,6 +229,34 @@ class DaricConnector(KVConnectorBase_V1):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return a request's reuse counts; its blocks may go at once."""
         return False, self.scheduler.finish(request)
+
+    # Statistics, of either side.
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return what this half counted since it was last asked."""
+        if self.role is KVConnectorRole.SCHEDULER:
+            return self.scheduler.stats.take()
+        return self.worker.stats.take()
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats:
+        """Return what another process counted."""
+        return DaricStats(data) if data is not None else DaricStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Return our counters and gauges for Prometheus."""
+        return DaricPromMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
 
     def reset_cache(self) -> bool:
         """Keep the store: vLLM resets its own prefix cache only."""

@@ -235,6 +235,7 @@ class EmbeddedEngine:
                 save_tail=save_tail,
                 namespace=options.namespace,
                 conversation=options.conversation,
+                trace=options.trace,
             )
         return Submission(layout, wire, options)
 

@@ -38,6 +38,7 @@ class RequestReport:
         unread_contiguous: Of the contiguous hits, tokens that the store could not
             provide intact; they are among the generated ones.
         unread_disjoint: The same of the disjoint hits.
+        loaded_bytes: Of the records that were read for it.
         load_s: Seconds of reading, re-encoding and placing.
         generation_s: Seconds of generating, saving and placing.
         recompute_s: Seconds of the forward passes with the recompute set.
@@ -47,6 +48,7 @@ class RequestReport:
     saved_tokens: int = 0
     unread_contiguous: int = 0
     unread_disjoint: int = 0
+    loaded_bytes: int = 0
     load_s: float = 0.0
     generation_s: float = 0.0
     recompute_s: float = 0.0

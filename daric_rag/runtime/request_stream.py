@@ -9,7 +9,8 @@ from typing import Any
 
 from daric_rag.engine import Completion, Delta, GenerationOptions, ReuseStats
 from daric_rag.layout import PromptLayout
-from daric_rag.wire import RequestWire, decode_reuse
+from daric_rag.trace import RequestTrace
+from daric_rag.wire import RequestWire, decode_reuse, decode_trace
 
 __all__ = ["DeltaIterator", "RequestStream", "Submission"]
 
@@ -93,7 +94,14 @@ class RequestStream:
             logprobs=tuple(self._logprobs) if wanted else None,
             ttft_s=self._ttft_s,
             reuse=self._reuse(output),
+            trace=self._trace(output),
         )
+
+    def _trace(self, output: Any) -> RequestTrace | None:
+        wire = self.submission.wire
+        if wire is None or not wire.trace:
+            return None
+        return decode_trace(output.kv_transfer_params)
 
     def _reuse(self, output: Any) -> ReuseStats:
         layout = self.submission.layout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,17 +12,19 @@ from daric_rag.errors import WireError
 from daric_rag.plan import RequestPlan, plan_request
 from daric_rag.runtime.admission import Admission
 from daric_rag.runtime.metadata import DaricWorkerMetadata
+from daric_rag.runtime.metrics import DaricStats
 from daric_rag.runtime.pending_saves import PendingSaves
 from daric_rag.runtime.scratch import ScratchBlocks
 from daric_rag.runtime.store_view import StoreView
 from daric_rag.runtime.tracking import (
     TrackedRequest,
+    answer_params,
     reuse_stats,
     why_not_reused,
 )
 from daric_rag.selection import total_len
 from daric_rag.steps import Limits, RequestStep, SaveStep, StepPlan
-from daric_rag.wire import RequestWire, decode_request, encode_reuse
+from daric_rag.wire import RequestWire, decode_request
 
 __all__ = ["SchedulerSide"]
 
@@ -38,6 +41,7 @@ class SchedulerSide:
     """
 
     def __init__(self, config: DaricConfig, view: StoreView, limits: Limits) -> None:
+        self.stats = DaricStats()
         self._config, self._view = config, view
         self._tracked: dict[str, TrackedRequest] = {}
         self._admitted: list[RequestStep] = []
@@ -126,7 +130,9 @@ class SchedulerSide:
             [c.num_tokens for c in plan.chunks if c.hit_len < c.num_tokens],
             asynchronous=not now,
         )
-        tracked.first_plan = tracked.first_plan or plan
+        if tracked.first_plan is None:
+            tracked.first_plan = plan
+            tracked.wait_s = time.perf_counter() - tracked.arrived_s
         # A conversation that was cut otherwise before has approximate blocks where
         # this layout has its exact first chunk. They are its own affair, the store is
         # everybody's.
@@ -179,6 +185,7 @@ class SchedulerSide:
         )
         self._admitted = []
         self._admission.end_planning()
+        self._count_closing()
         self._closing.clear()
         return plan
 
@@ -190,6 +197,7 @@ class SchedulerSide:
         """
         self._pool.give_back()
         self._saving.end_step()
+        self._count_closing()
         for req_id in filled:
             self._saving.forget(req_id)
             self._filling.discard(req_id)
@@ -199,16 +207,19 @@ class SchedulerSide:
     def take_report(self, report: DaricWorkerMetadata) -> None:
         """Learn what the worker really saved, missed and spent."""
         self._admission.learn_backlog(report.backlog_len)
+        self.stats.add("evictions", len(report.evicted))
+        self.stats.add("saved_bytes", sum(report.saved.values()))
         self._view.forget(report.evicted)
         self._view.forget(report.lost)
         self._saving.take_saved(report.saved, self._view)
         closing = {req_id: entry[0] for req_id, entry in self._closing.items()}
         for req_id, part in report.reports.items():
             tracked = self._tracked.get(req_id) or closing.get(req_id)
+            self.stats.add("loaded_bytes", part.loaded_bytes)
             if tracked is not None:
                 tracked.report.add(part)
         for tracked, prompt_len, params in self._closing.values():
-            params.update(encode_reuse(reuse_stats(tracked, prompt_len)))
+            params.update(answer_params(tracked, prompt_len))
 
     def finish(self, request: Any) -> dict[str, Any] | None:
         """A request is over; returns its reuse counts for the client.
@@ -220,7 +231,7 @@ class SchedulerSide:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
-        params = encode_reuse(reuse_stats(tracked, request.num_prompt_tokens))
+        params = answer_params(tracked, request.num_prompt_tokens)
         self._closing[request.request_id] = (
             tracked,
             request.num_prompt_tokens,
@@ -237,6 +248,21 @@ class SchedulerSide:
     def _pool(self) -> ScratchBlocks:
         assert self._scratch is not None, "bind_scratch comes before the first request"
         return self._scratch
+
+    def _count_closing(self) -> None:
+        """Count requests that ended, once their last report has come."""
+        for tracked, prompt_len, _ in self._closing.values():
+            if tracked.is_counted:
+                continue
+            tracked.is_counted = True
+            if tracked.wire is None or tracked.reason:
+                self.stats.add("refused_requests", 1)
+                continue
+            self.stats.add_request(
+                reuse_stats(tracked, prompt_len),
+                unread_tokens=tracked.report.unread_tokens,
+                wait_s=tracked.wait_s,
+            )
 
     def _plan(
         self, wire: RequestWire, request: Any, gpu_prefix_len: int

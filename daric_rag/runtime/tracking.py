@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,10 @@ from daric_rag.chunk_plan import SegmentSave
 from daric_rag.engine import ReuseStats
 from daric_rag.plan import RequestPlan
 from daric_rag.runtime.metadata import RequestReport
-from daric_rag.wire import RequestWire, salt_of
+from daric_rag.runtime.tracing import trace_of
+from daric_rag.wire import RequestWire, encode_reuse, salt_of
 
-__all__ = ["TrackedRequest", "reuse_stats", "why_not_reused"]
+__all__ = ["TrackedRequest", "answer_params", "reuse_stats", "why_not_reused"]
 
 
 @dataclass
@@ -34,6 +36,9 @@ class TrackedRequest:
         in_prefill: Whether some of its claimed prompt is not computed yet.
         report: What its admissions took, summed.
         saved_tokens: Written to the store for it.
+        arrived_s: When it arrived, of `time.perf_counter`.
+        wait_s: Seconds until it was first admitted.
+        is_counted: Whether it is in the engine's statistics.
     """
 
     wire: RequestWire | None
@@ -48,11 +53,23 @@ class TrackedRequest:
     in_prefill: bool = False
     report: RequestReport = field(default_factory=RequestReport)
     saved_tokens: int = 0
+    arrived_s: float = field(default_factory=time.perf_counter)
+    wait_s: float = 0.0
+    is_counted: bool = False
 
     @property
     def filled_from(self) -> int:
         """First position that vLLM's own passes compute, maybe over several steps."""
         return self.plan.hit_len if self.plan is not None else 0
+
+
+def answer_params(tracked: TrackedRequest, prompt_len: int) -> dict[str, Any]:
+    """Return what the client is told of a request, as far as it is known by now."""
+    wire, plan = tracked.wire, tracked.first_plan
+    trace = None
+    if wire is not None and plan is not None and wire.trace:
+        trace = trace_of(wire, plan, tracked.report, wait_s=tracked.wait_s)
+    return encode_reuse(reuse_stats(tracked, prompt_len), trace)
 
 
 def why_not_reused(wire: RequestWire, request: Any) -> str:

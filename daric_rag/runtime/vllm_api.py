@@ -24,7 +24,9 @@ __all__ = [
     "FullAttentionSpec",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
     "KVConnectorRole",
+    "KVConnectorStats",
     "KVConnectorWorkerMetadata",
     "KVTransferConfig",
     "LLMEngine",
@@ -109,6 +111,10 @@ with quiet():
         KVConnectorMetadata,
         KVConnectorRole,
         KVConnectorWorkerMetadata,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
     )
     from vllm.engine.arg_utils import EngineArgs
     from vllm.exceptions import VLLMClientError

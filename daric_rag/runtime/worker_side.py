@@ -7,6 +7,7 @@ not there or not intact: its chunk is generated all the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from daric_rag.runtime.kv_layout import KvLayout, WriteSlots
 from daric_rag.runtime.kv_mover import KvMover
 from daric_rag.runtime.kv_probe import probe_layout
 from daric_rag.runtime.metadata import DaricMetadata, DaricWorkerMetadata
+from daric_rag.runtime.metrics import DaricStats
 from daric_rag.runtime.model_gate import GateEngine, ModelGate
 from daric_rag.runtime.pinned_memory import pin_arena
 from daric_rag.runtime.rope import Reencoder, RopeParameters, RotateFn
@@ -62,7 +64,7 @@ class WorkerSide:
         kv_storage: KvStorageName,
     ) -> None:
         """Wait for `register_layers` and `bind_model`."""
-        self.store = store
+        self.store, self.stats = store, DaricStats()
         self._fingerprint = model_fingerprint(fields)
         self._limits, self._block_size = limits, block_size
         self._kv_storage = kv_storage
@@ -220,6 +222,9 @@ class WorkerSide:
             or report.reports
             or before != report.backlog_len
         ):
+            # A store that cannot count itself must not end an engine.
+            with suppress(Exception):
+                self.stats.set_store(self.store.stats())
             return report
         return None
 

@@ -95,6 +95,7 @@ BAD_OPTIONS = {
     "reuse": ["on", "", None, True, ["daric"]],
     "stop": ["", ["a", ""], ["a", 5], 5, b"a", [None], {"a": 1}, iter("a")],
     "ignore_eos": [1, None, "yes"],
+    "trace": [0, None, "yes"],
     "conversation": ["", 5, b"id"],
     "namespace": ["", 5, b"id"],
 }

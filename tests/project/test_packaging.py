@@ -32,6 +32,7 @@ COMMANDS = {
     "bench_cli",
     "cli",
     "cli_common",
+    "inspect_cli",
     "store_cli",
     "store_options",
     "store_transfer",
