@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,11 +24,17 @@ from daric_rag.config import DaricConfig
 from daric_rag.errors import ConfigError
 
 if TYPE_CHECKING:
+    from daric_rag.engine import Reuse
+    from daric_rag.evaluation.load_bench import ServingEngine
     from daric_rag.evaluation.terminal import Bar
     from daric_rag.evaluation.ttft_bench import BenchEngine
     from daric_rag.evaluation.workloads import TtftShape
 
 __all__ = ["bench_app"]
+
+Repeats = Annotated[
+    int, typer.Option(min=1, help="Rounds; figures are medians over them.")
+]
 
 bench_app = typer.Typer(help="Measure.", no_args_is_help=True)
 
@@ -37,9 +45,7 @@ def ttft(
     sizes: Annotated[
         str, typer.Option(help="Prompt lengths in tokens, comma-separated.")
     ] = "1.3k,2.6k,5.2k,7.7k",
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Rounds; figures are medians over them.")
-    ] = 5,
+    repeats: Repeats = 5,
     store: Store = None,
     kv_storage: Annotated[
         str, typer.Option(help="How records hold KV: model, fp8 or int8.")
@@ -86,9 +92,7 @@ def ttft(
 
 @bench_app.command("store")
 def store_bench(
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Rounds; figures are medians over them.")
-    ] = 9,
+    repeats: Repeats = 9,
     folder: Annotated[
         Path | None,
         typer.Option(
@@ -141,6 +145,137 @@ def index(
     if plot is not None:
         index_bench.plot(rows, plot)
     _print_json({"rows": rows, "machine": machine_facts()})
+
+
+@bench_app.command()
+def load(
+    model: Model = "smollm2-135m",
+    rates: Annotated[
+        str, typer.Option(help="Requests a second, comma-separated.")
+    ] = "0.1,0.2,0.4",
+    requests: Annotated[
+        int, typer.Option(min=5, help="Replayed per run; a fifth is warm-up.")
+    ] = 40,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 16,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of async_requests.jsonl and async_chunks.jsonl.",
+            show_default="the shipped sets, documents in random order",
+        ),
+    ] = None,
+    full_reuse: Annotated[
+        bool, typer.Option("--full-reuse", help="Run full reuse as well.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of arrivals and documents.")] = 1,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Answers when requests come at random: vLLM's prefix cache against DARIC."""
+    from daric_rag.evaluation.load_bench import LoadBench
+    from daric_rag.evaluation.replay import demo_replay, load_replay, parse_rates
+    from daric_rag.evaluation.serving_view import load_table
+
+    rate_list = parse_rates(rates)
+    modes: list[Reuse] = ["off", "daric"]
+    if full_reuse:
+        modes.append("full_reuse")
+    replayed = demo_replay(requests, seed)
+    if data is not None:
+        replayed = load_replay(data, requests)
+    with _serving(model, verbose) as (engine, bar):
+        bar.expect(len(rate_list) * len(modes) * len(replayed))
+        bench = LoadBench(
+            engine, replayed, max_tokens=max_tokens, seed=seed, on_request=bar.step
+        )
+        rows = [bench.measure(rate, mode) for rate in rate_list for mode in modes]
+    make_console(stderr=as_json).print(load_table(rows))
+    options = {"max_tokens": max_tokens, "seed": seed, "data": data and data.name}
+    _print_json({"rows": rows, **options, **_facts(model)})
+
+
+@bench_app.command()
+def stall(
+    model: Model = "smollm2-135m",
+    streams: Annotated[
+        int, typer.Option(min=1, help="Requests that decode meanwhile.")
+    ] = 4,
+    size: Annotated[str, typer.Option(help="Tokens of the cold prompt.")] = "5k",
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=64, help="vLLM's budget of tokens per step.")
+    ] = 2048,
+    repeats: Repeats = 5,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Tokens of others while a cold prompt comes in, ordinary against DARIC."""
+    from daric_rag.evaluation.serving_view import stall_table
+    from daric_rag.evaluation.stall_bench import RUNS_PER_ROUND, StallBench
+    from daric_rag.evaluation.workloads import TtftShape, parse_sizes
+
+    shape = TtftShape.of_size(parse_sizes(size)[0])
+    vllm_options = {"max_num_batched_tokens": max_num_batched_tokens}
+    with _serving(model, verbose, **vllm_options) as (engine, bar):
+        bar.expect((1 + repeats) * RUNS_PER_ROUND)
+        bench = StallBench(engine, streams=streams, shape=shape, on_run=bar.step)
+        row = vllm_options | bench.measure(repeats)
+    make_console(stderr=as_json).print(stall_table([row]))
+    _print_json({"rows": [row], "repeats": repeats, **_facts(model)})
+
+
+@bench_app.command()
+def cold(
+    model: Model = "smollm2-135m",
+    documents: Annotated[
+        str, typer.Option(help="Numbers of documents, comma-separated.")
+    ] = "5,10,15,20",
+    document_tokens: Annotated[
+        int, typer.Option(min=48, help="Tokens of each document.")
+    ] = 256,
+    repeats: Repeats = 5,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Time to first token of cold prompts over their number of documents."""
+    from daric_rag.evaluation.cold_bench import NUM_FIRST_RUNS, run_cold_bench
+    from daric_rag.evaluation.serving_view import cold_table
+    from daric_rag.evaluation.workloads import TtftShape, parse_sizes
+
+    numbers = sorted(set(parse_sizes(documents)))
+    if len(numbers) < 2:
+        raise ConfigError("a line needs two numbers of documents; write 5,10,15,20")
+    shapes = [TtftShape(number, document_tokens) for number in numbers]
+    with _serving(model, verbose) as (engine, bar):
+        bar.expect(NUM_FIRST_RUNS + repeats * len(shapes))
+        report = run_cold_bench(engine, shapes, repeats=repeats, on_run=bar.step)
+    make_console(stderr=as_json).print(cold_table(report))
+    _print_json({**report, "repeats": repeats, **_facts(model)})
+
+
+@contextmanager
+def _serving(
+    model: str, verbose: bool, **vllm_options: Any
+) -> Iterator[tuple[ServingEngine, Bar]]:
+    """Yield an engine and a bar; standard output is kept for JSON meanwhile."""
+    from daric_rag.evaluation import terminal
+
+    path = resolved(model)
+    terminal.quiet_libraries(verbose=verbose)
+    from daric_rag.runtime.embedded import EmbeddedEngine
+
+    with (
+        terminal.json_has_stdout(True),
+        store_folder(None) as (folder, _),
+        terminal.progress_bar(make_console(stderr=True), "starting vLLM") as bar,
+        closing(EmbeddedEngine(path, store=folder, **vllm_options)) as engine,
+    ):
+        yield engine, bar
+
+
+def _facts(model: str) -> dict[str, Any]:
+    from daric_rag.evaluation.machine import machine_facts
+
+    return {"model": model, "machine": machine_facts()}
 
 
 def _print_json(report: dict[str, Any]) -> None:

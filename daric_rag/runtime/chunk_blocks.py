@@ -60,6 +60,8 @@ class ChunkBlocks:
 
     def __init__(self, mover: KvMover, report: DaricWorkerMetadata) -> None:
         self._mover, self._report = mover, report
+        # Whether this rank's store took them or not: every rank must read the same.
+        self._harvested: set[SegmentKey] = set()
 
     def load(
         self,
@@ -120,13 +122,14 @@ class ChunkBlocks:
                 self._mover, self._report, identity, blocks, start, end - start
             )
             records.append(record)
+        self._harvested.update(entry.chunk.keys)
         # The first to want it pays for it; the others find it made.
         payer = self._report.report_of(entry.wanted[0][0].req_id)
         payer.generated_tokens += entry.num_tokens - entry.loaded_len
         payer.saved_tokens += sum(
             record.header.num_tokens
             for record in records[len(entry.loaded) :]
-            if record.key in self._report.saved
+            if self._mover.key_of(record) in self._report.saved
         )
         for request, chunk in entry.wanted:
             self._place(records, request, chunk)
@@ -154,9 +157,9 @@ class ChunkBlocks:
         }
 
     def _num_known(self, chunk: ChunkPlan) -> int:
-        """Leading segments that the store has, saved in this very step included."""
+        """Leading segments that the store may have, this very step's included."""
         known = chunk.num_hit_segments
-        while known < len(chunk.keys) and chunk.keys[known] in self._report.saved:
+        while known < len(chunk.keys) and chunk.keys[known] in self._harvested:
             known += 1
         return known
 

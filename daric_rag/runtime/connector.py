@@ -13,6 +13,7 @@ from daric_rag.runtime.identity import model_fields, namespace_root
 from daric_rag.runtime.kv_codec import KvShape, codec_of
 from daric_rag.runtime.metadata import DaricMetadata, DaricWorkerMetadata
 from daric_rag.runtime.metrics import DaricPromMetrics, DaricStats
+from daric_rag.runtime.ranks import RankKeys, agree, record_keys
 from daric_rag.runtime.rope import rope_parameters
 from daric_rag.runtime.scheduler_side import SchedulerSide
 from daric_rag.runtime.scratch import ScratchBlocks
@@ -31,6 +32,8 @@ from daric_rag.runtime.vllm_api import (
     extract_layer_index,
     rotary_modules,
     rotate_rows,
+    serve_closing_params,
+    tensor_parallel_group,
     write_slots_of,
 )
 from daric_rag.runtime.worker_side import WorkerSide
@@ -69,35 +72,42 @@ class DaricConnector(KVConnectorBase_V1):
         config = DaricConfig.from_dict(extra.get(CONFIG_KEY, {}))
         scheduler = vllm_config.scheduler_config
         limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        # What all ranks share; each keeps records of its own, and its share of memory.
         fields = model_fields(vllm_config, kv_storage=config.kv_storage)
+        size = vllm_config.parallel_config.tensor_parallel_size
+        host_bytes = config.host_bytes // size
         store = extra.get(STORE_KEY)
         if role is KVConnectorRole.SCHEDULER:
             num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
             shape = KvShape(num_layers, spec.num_kv_heads, spec.head_size, spec.dtype)
             dtype = codec_of(config.kv_storage, shape).dtype_name
+            serve_closing_params()
             self._probe = open_probe(store, disk_bytes=config.disk_bytes)
             view = StoreView(
                 partial(namespace_root, fields),
-                probe=self._probe.contains,
-                max_bytes=config.host_bytes + config.disk_bytes,
+                probe=lambda key: self._probe.contains_all(record_keys(key, size)),
+                max_bytes=host_bytes + config.disk_bytes // size,
                 segment_bytes=payload_len_of(shape.of(config.max_segment_len), dtype),
                 max_segment_len=config.max_segment_len,
             )
             self.scheduler = SchedulerSide(config, view, limits)
         else:
+            rank, size, group = tensor_parallel_group()
             tiers = open_store(
                 store,
-                host_bytes=config.host_bytes,
+                host_bytes=host_bytes,
                 disk_bytes=config.disk_bytes,
                 eviction=config.eviction,
                 cipher=load_cipher(config.encryption_key_file),
             )
             self.worker = WorkerSide(
                 tiers,
-                fields,
+                model_fields(vllm_config, kv_storage=config.kv_storage, rank=rank),
                 limits,
                 block_size=spec.block_size,
                 kv_storage=config.kv_storage,
+                ranks=RankKeys(rank, size),
+                agree=partial(agree, group=group),
             )
 
     # Worker side.

@@ -29,6 +29,7 @@ from daric_rag.layout import PromptLayout
 from daric_rag.models import resolve_model
 from daric_rag.runtime.engine_loop import EngineLoop
 from daric_rag.runtime.launch import build_engine, drop_engine
+from daric_rag.runtime.ranks import total_stats
 from daric_rag.runtime.request_stream import DeltaIterator, RequestStream, Submission
 from daric_rag.storage import StoreStats
 
@@ -180,10 +181,10 @@ class EmbeddedEngine:
 
     def store_stats(self) -> StoreStats:
         """Return what the store holds and did."""
-        stats: list[StoreStats] = self._loop.call(
+        stats: list[Any] = self._loop.call(
             lambda engine: engine.collective_rpc("daric_store_stats")
         )
-        return stats[0]
+        return total_stats(stats)
 
     def clear_host(self) -> None:
         """Drop host copies of documents that are on disk, to measure the disk tier."""

@@ -40,7 +40,8 @@ def model_fields(
     Args:
         config: The engine's configuration.
         kv_storage: How records hold the KV; see `DaricConfig`.
-        rank: Tensor-parallel rank whose heads the KV holds.
+        rank: Tensor-parallel rank whose heads the KV holds; 0 for what all ranks share,
+            such as the root of their segments' keys.
     """
     model = config.model_config
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from daric_rag.errors import StoreError
 from daric_rag.keys import SegmentKey
 from daric_rag.runtime.kv_codec import KvCodec, KvShape
 from daric_rag.runtime.kv_layout import KvLayout
+from daric_rag.runtime.ranks import Agree, RankKeys
 from daric_rag.runtime.rope import Reencoder
 from daric_rag.storage import TieredStore
 from daric_rag.storage.base import Record
@@ -29,6 +31,9 @@ class KvMover:
     A store that fails is a store without records: it costs time, and must not end an
     engine that can compute everything anew. Nothing here raises for it.
 
+    Callers speak of segments by the keys that all ranks share; the store knows this
+    rank's records.
+
     Attributes:
         exact_records: Whether records hold exactly what was computed.
     """
@@ -43,32 +48,36 @@ class KvMover:
         codec: KvCodec,
         fingerprint: bytes,
         device: torch.device,
+        ranks: RankKeys | None = None,
+        agree: Agree = list,
     ) -> None:
         """Bind store, blocks and model together."""
+        self._ranks = ranks if ranks is not None else RankKeys()
+        self._agree = agree
         self._store, self._layout, self._reencoder = store, layout, reencoder
         self._shape, self._codec = shape, codec
         self._fingerprint, self._device = fingerprint, device
         self.exact_records = codec.dtype_name == shape.dtype_name
-        self._protected: Sequence[SegmentKey] = ()
+        self._protected: Sequence[bytes] = ()  # records' keys
         self._warned: set[str] = set()
 
     def read(
         self, keys: Sequence[SegmentKey], lens: Sequence[int]
     ) -> list[Record | None]:
-        """Read segments; None where the store has nothing that fits.
+        """Read segments; None where the store of any rank has nothing that fits.
+
+        Collective: every rank reads the same segments in the same order.
 
         Args:
             keys: Their keys, [n].
             lens: Tokens per segment, [n].
         """
-        try:
-            records = self._store.read_many(keys, self._fingerprint)
-        except Exception as error:
-            self._warn("read", error)
-            return [None] * len(keys)
+        found = self._read_own(keys, lens)
+        # What one rank generates anew all must, in the same passes.
+        on_all = self._agree([record is not None for record in found])
         return [
-            record if record is not None and self._fits(record, num_tokens) else None
-            for record, num_tokens in zip(records, lens, strict=True)
+            record if readable else None
+            for record, readable in zip(found, on_all, strict=True)
         ]
 
     def place(
@@ -109,12 +118,13 @@ class KvMover:
     def protect(self, keys: Sequence[SegmentKey]) -> None:
         """Keep records from being evicted by what the same step saves."""
         self.release()  # of a step that failed
+        record_keys = [self._ranks.to_record(key) for key in keys]
         try:
-            self._store.protect(keys)
+            self._store.protect(record_keys)
         except Exception as error:
             self._warn("protected", error)
         else:
-            self._protected = keys
+            self._protected = record_keys
 
     def release(self) -> None:
         """Undo `protect`."""
@@ -125,9 +135,12 @@ class KvMover:
             self._warn("protected", error)
 
     def take_evicted(self) -> set[SegmentKey]:
-        """Return what the store has given up since last asked."""
+        """Return what the store has given up since last asked, and maybe no segments.
+
+        See `RankKeys.candidates`.
+        """
         try:
-            return set(map(SegmentKey, self._store.take_evicted()))
+            return self._ranks.candidates(self._store.take_evicted())
         except Exception as error:
             self._warn("evicted", error)
             return set()
@@ -148,7 +161,7 @@ class KvMover:
         index: int,
         document: DocumentInfo | None,
     ) -> SegmentIdentity:
-        """Return a segment's identity as a record of this engine's model."""
+        """Return a segment's identity, the same on all ranks but for the model."""
         side_data = b"" if document is None else encode_document(document)
         return SegmentIdentity(key, parent, self._fingerprint, index, side_data)
 
@@ -170,10 +183,15 @@ class KvMover:
         Returns:
             The record, in memory whatever the store did, and whether it took it.
         """
-        header = RecordHeader.for_shape(
-            identity, self._shape.of(num_tokens), self._codec.dtype_name
+        own = replace(
+            identity,
+            key=self._ranks.to_record(identity.key),
+            parent=self._ranks.to_record(identity.parent),
         )
-        buffer = self._allocate(header.payload_len, identity.parent)
+        header = RecordHeader.for_shape(
+            own, self._shape.of(num_tokens), self._codec.dtype_name
+        )
+        buffer = self._allocate(header.payload_len, own.parent)
         keys, values = self._codec.staging(buffer, num_tokens)
         self._gather(keys, values, block_ids, start)
         self._codec.payload_of(keys, values, buffer)
@@ -184,6 +202,24 @@ class KvMover:
             self._warn("saved", error)
             return record, False
         return record, True
+
+    def key_of(self, record: Record) -> SegmentKey:
+        """Return the key of the segment that a record of this rank holds."""
+        return self._ranks.from_record(record.key)
+
+    def _read_own(
+        self, keys: Sequence[SegmentKey], lens: Sequence[int]
+    ) -> list[Record | None]:
+        record_keys = [self._ranks.to_record(key) for key in keys]
+        try:
+            records = self._store.read_many(record_keys, self._fingerprint)
+        except Exception as error:
+            self._warn("read", error)
+            return [None] * len(keys)
+        return [
+            record if record is not None and self._fits(record, num_tokens) else None
+            for record, num_tokens in zip(records, lens, strict=True)
+        ]
 
     def _fits(self, record: Record, num_tokens: int) -> bool:
         header = record.header

@@ -1,4 +1,10 @@
-"""Starting and stopping vLLM in this process, with our worker and connector."""
+"""Starting and stopping vLLM, with our worker and connector.
+
+By default all of it runs in this process. Ranks of a tensor-parallel model are worker
+processes, and with ``VLLM_ENABLE_V1_MULTIPROCESSING=1`` the engine is a process of its
+own too. Both are spawned: a program that starts them must be importable, with
+``if __name__ == "__main__":`` around what it does.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +47,14 @@ _OURS = (
     "skip_tokenizer_init",
 )
 
+_MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+
+# A flush that takes longer than this has something to say of the disk, and at close
+# nobody is left to hear it.
+_FLUSH_TIMEOUT_S = 60.0
+_JOIN_TIMEOUT_S = 5.0
+
 # vLLM keeps its process groups and its connector in module globals.
 _one_engine = threading.Lock()
 
@@ -64,7 +78,7 @@ def transfer_config(store: str | None, config: DaricConfig) -> KVTransferConfig:
 def build_engine(
     model: str, store: str | None, config: DaricConfig, options: Mapping[str, Any]
 ) -> EngineFacts:
-    """Start vLLM in this process and thread.
+    """Start vLLM, driven by this thread.
 
     Args:
         model: Local folder or hub name.
@@ -114,12 +128,25 @@ def drop_engine(engine: Any | None) -> None:
     """Stop an engine; its memory goes with the last reference to it."""
     try:
         if engine is not None:
+            # Worker processes are given seconds to end, and may have more to write.
+            with suppress(Exception):
+                engine.collective_rpc("daric_flush", timeout=_FLUSH_TIMEOUT_S)
             engine.engine_core.shutdown()
+            _close_sockets(engine.engine_core)
     finally:
         try:
             release_process_state()
         finally:
             _one_engine.release()
+
+
+def _close_sockets(client: Any) -> None:
+    """Close what vLLM's client of an engine process leaves to the garbage collector."""
+    context = getattr(client, "ctx", None)
+    if context is not None:
+        # It closes its own socket, and a socket is for one thread only.
+        client.output_queue_thread.join(timeout=_JOIN_TIMEOUT_S)
+        context.destroy(linger=0)
 
 
 def _start(
@@ -139,7 +166,8 @@ def _start(
             "kv_transfer_config": transfer_config(store, config),
         }
     )
-    with _in_process(), quiet():
+    engine_process = os.environ.get(_MULTIPROCESSING) == "1"
+    with _environment(args.tensor_parallel_size), quiet():
         if args.max_num_batched_tokens is None:
             args.max_num_batched_tokens = _MAX_BATCHED_TOKENS
         vllm_config = args.create_engine_config()
@@ -150,7 +178,7 @@ def _start(
             vllm_config=vllm_config,
             executor_class=executor_class_of(vllm_config),
             log_stats=not args.disable_log_stats,
-            multiprocess_mode=False,
+            multiprocess_mode=engine_process,
         )
 
 
@@ -171,23 +199,46 @@ def _size_buffers(config: VllmConfig, options: Mapping[str, Any]) -> None:
         )
         wanted = _CACHED_PROMPTS * model.max_model_len * per_token
         quarter = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+        # All of these are one rank's.
+        quarter //= parallel.tensor_parallel_size
         config.cache_config.kv_cache_memory_bytes = min(wanted, quarter)
 
 
 @contextmanager
-def _in_process() -> Iterator[None]:
-    # Read while vLLM translates its configuration: on CPU it would otherwise insist on
-    # worker processes, which on few cores spin against this one.
-    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
+def _environment(num_ranks: int) -> Iterator[None]:
+    """Set what vLLM and its processes read from the environment while they start."""
+    # On CPU vLLM would otherwise insist on a worker process even for a single rank,
+    # which on few cores spins against this one.
+    changes = {_MULTIPROCESSING: "0"}
+    if "PYTHONWARNINGS" not in os.environ:
+        changes["PYTHONWARNINGS"] = "ignore"  # as `quiet`, in the processes started
+    if current_platform.is_cpu() and num_ranks > 1 and _BINDING not in os.environ:
+        changes[_BINDING] = _cpu_binding(num_ranks)
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _cpu_binding(num_ranks: int) -> str:
+    """Return which CPUs each rank computes on, as vLLM wants it written.
+
+    vLLM's own choice takes one NUMA node per rank and refuses to start with fewer.
+    """
+    cpus = sorted(os.sched_getaffinity(0))
+    share = len(cpus) // num_ranks
+    if share == 0:
+        return "nobind"
+    return "|".join(
+        ",".join(map(str, cpus[rank * share : (rank + 1) * share]))
+        for rank in range(num_ranks)
+    )
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -31,6 +32,9 @@ __all__ = ["SchedulerSide"]
 logger = logging.getLogger(__name__)
 
 
+_MAX_ENDED = 1024
+
+
 class SchedulerSide:
     """Scheduler process. Decides; the worker side obeys.
 
@@ -52,6 +56,8 @@ class SchedulerSide:
         self._saving = PendingSaves()
         # Answers that vLLM holds already while the step's report is still to come.
         self._closing: dict[str, tuple[TrackedRequest, int, dict[str, Any]]] = {}
+        # The same answers for longer: a client in another process asks steps later.
+        self._ended: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
     def bind_scratch(self, scratch: ScratchBlocks) -> None:
         """Take the source of scratch blocks, once vLLM has its block pool."""
@@ -237,12 +243,14 @@ class SchedulerSide:
             request.num_prompt_tokens,
             params,
         )
+        self._ended[request.request_id] = params
+        if len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
         return params
 
     def closing_params(self, request_id: str) -> dict[str, Any] | None:
-        """Return what `finish` returned for a request that ended in this step."""
-        entry = self._closing.get(request_id)
-        return entry[2] if entry is not None else None
+        """Return what `finish` returned for a request, once, if not long ago."""
+        return self._ended.pop(request_id, None)
 
     @property
     def _pool(self) -> ScratchBlocks:

@@ -37,10 +37,10 @@ def check_vllm_config(config: VllmConfig) -> None:
             config.speculative_config is not None
         ),
         "LoRA; drop enable_lora": config.lora_config is not None,
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "tensor parallelism yet; use tensor_parallel_size=1": (
-            parallel.tensor_parallel_size > 1
+        "pipeline parallelism; use tensor_parallel_size instead": (
+            parallel.pipeline_parallel_size > 1
         ),
+        "engines spread over machines; drop nnodes": parallel.nnodes > 1,
         "data parallelism": parallel.data_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,

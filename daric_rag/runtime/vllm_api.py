@@ -49,6 +49,8 @@ __all__ = [
     "reuse_of_aborted",
     "rotary_modules",
     "rotate_rows",
+    "serve_closing_params",
+    "tensor_parallel_group",
     "tokens_input",
     "write_slots_of",
 ]
@@ -90,6 +92,8 @@ def quiet() -> Iterator[None]:
         warnings.simplefilter("ignore")
         yield
 
+
+_CLOSING_PARAMS = "daric_closing_params"
 
 check_version()
 
@@ -167,21 +171,55 @@ def has_cleanup(engine: Any) -> bool:
     """Whether requests that ended still hold blocks, which the next step frees.
 
     Args:
-        engine: vLLM's engine, in this process.
+        engine: vLLM's engine. A core in a process of its own sees to it by itself.
     """
-    return bool(engine.engine_core.engine_core.scheduler.has_finished_requests())
+    core = getattr(engine.engine_core, "engine_core", None)
+    return core is not None and bool(core.scheduler.has_finished_requests())
 
 
 def reuse_of_aborted(engine: Any, request_id: str) -> dict[str, Any] | None:
     """Return what the connector had to say of a request that ended in this step.
 
     Args:
-        engine: vLLM's engine, in this process.
+        engine: vLLM's engine; its core may be in this process or in one of its own.
         request_id: vLLM's own id of the request.
     """
-    connector = engine.engine_core.engine_core.scheduler.get_kv_connector()
+    client = engine.engine_core
+    params: dict[str, Any] | None
+    if hasattr(client, "engine_core"):
+        params = _closing_params(client.engine_core, request_id)
+    else:
+        params = client.call_utility(_CLOSING_PARAMS, request_id)
+    return params
+
+
+def serve_closing_params() -> None:
+    """Let a client in another process ask for `reuse_of_aborted`.
+
+    vLLM's core answers such calls with its own methods of that name, and has none that
+    reaches a connector; one is added here and nothing is replaced.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    setattr(EngineCore, _CLOSING_PARAMS, _closing_params)
+
+
+def _closing_params(core: Any, request_id: str) -> dict[str, Any] | None:
+    connector = core.scheduler.get_kv_connector()
     params: dict[str, Any] | None = connector.scheduler.closing_params(request_id)
     return params
+
+
+def tensor_parallel_group() -> tuple[int, int, Any | None]:
+    """Return this worker's rank, the number of ranks, and their group on the CPU.
+
+    The group is None for a single rank.
+    """
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    alone = group.world_size == 1
+    return group.rank_in_group, group.world_size, None if alone else group.cpu_group
 
 
 def rotary_modules(model: Any) -> list[Any]:

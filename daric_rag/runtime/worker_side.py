@@ -24,6 +24,7 @@ from daric_rag.runtime.metadata import DaricMetadata, DaricWorkerMetadata
 from daric_rag.runtime.metrics import DaricStats
 from daric_rag.runtime.model_gate import GateEngine, ModelGate
 from daric_rag.runtime.pinned_memory import pin_arena
+from daric_rag.runtime.ranks import Agree, RankKeys
 from daric_rag.runtime.rope import Reencoder, RopeParameters, RotateFn
 from daric_rag.runtime.step_builder import (
     RunPass,
@@ -52,6 +53,8 @@ class WorkerSide:
         limits: Of one forward pass.
         block_size: Tokens per block.
         kv_storage: How records hold keys and values; see `DaricConfig`.
+        ranks: Of this worker.
+        agree: Between the ranks; see `ranks`.
     """
 
     def __init__(
@@ -62,12 +65,15 @@ class WorkerSide:
         *,
         block_size: int,
         kv_storage: KvStorageName,
+        ranks: RankKeys | None = None,
+        agree: Agree = list,
     ) -> None:
         """Wait for `register_layers` and `bind_model`."""
         self.store, self.stats = store, DaricStats()
         self._fingerprint = model_fingerprint(fields)
         self._limits, self._block_size = limits, block_size
         self._kv_storage = kv_storage
+        self._ranks, self._agree = ranks, agree
         self._layers: list[Tensor] = []
         self._builder = StepBuilder()
         self._layout: KvLayout | None = None
@@ -75,8 +81,6 @@ class WorkerSide:
         self._reencoder: Reencoder | None = None
         self._queue = FillQueue(block_size)
         self._run: StepRun | None = None
-        # As last reported.
-        self._backlog_len = 0
         self._unpin: Callable[[], object] = lambda: None
 
     def register_layers(self, layers: Sequence[Tensor]) -> None:
@@ -108,6 +112,8 @@ class WorkerSide:
             codec=codec_of(self._kv_storage, shape, first.device),
             fingerprint=self._fingerprint,
             device=first.device,
+            ranks=self._ranks,
+            agree=self._agree,
         )
 
     def cached_keys_of(self, token_ids: Sequence[int], run_pass: RunPass) -> Tensor:
@@ -149,7 +155,8 @@ class WorkerSide:
         assert self._layout is not None
         assert self._reencoder is not None
         record = GateRecord(gate_facts(self._fingerprint, self._layers, kernel))
-        if record.has_passed():
+        (has_passed,) = self._agree([record.has_passed()])
+        if has_passed:
             return
 
         def run(subs: Sequence[SubRequest]) -> None:
@@ -207,26 +214,20 @@ class WorkerSide:
         """
         return self._queue.take_filled()
 
-    def take_report(self) -> DaricWorkerMetadata | None:
-        """Return what this step did, once; None if nothing."""
+    def take_report(self) -> DaricWorkerMetadata:
+        """Return what this step did, once."""
         report = DaricWorkerMetadata() if self._run is None else self._run.report
         self._run = None
         self._bound_mover.release()
         report.evicted = self._bound_mover.take_evicted()
         report.backlog_len = self._queue.backlog_len
-        before, self._backlog_len = self._backlog_len, report.backlog_len
-        if (
-            report.saved
-            or report.lost
-            or report.evicted
-            or report.reports
-            or before != report.backlog_len
-        ):
+        if report.reports:
             # A store that cannot count itself must not end an engine.
             with suppress(Exception):
                 self.stats.set_store(self.store.stats())
-            return report
-        return None
+        # Even an empty one: what only some of the ranks saved must not count as saved,
+        # and vLLM leaves out ranks that have nothing to say.
+        return report
 
     def close(self) -> None:
         """Save what is on its way, and close the store."""

@@ -8,6 +8,7 @@ a restart, or when another process saved it.
 import os
 import sqlite3
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,6 +40,10 @@ class StoreProbe:
 
     def contains(self, key: bytes) -> bool:
         """Whether the folder's index names a record of this key."""
+        return self.contains_all([key])
+
+    def contains_all(self, keys: Iterable[bytes]) -> bool:
+        """Whether the folder's index names a record of every one of these keys."""
         if self._directory is None:
             return False
         with self._lock:
@@ -47,7 +52,7 @@ class StoreProbe:
                     self._close()
                 if self._database is None:
                     self._database = ReadOnlyDatabase(self._directory)
-                return self._database.contains(key)
+                return all(map(self._database.contains, keys))
             except (OSError, sqlite3.Error):
                 self._close()
                 return False
