@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,6 @@ from daric_rag.runtime.vllm_api import (
     extract_layer_index,
     rotary_modules,
     rotate_rows,
-    serve_closing_params,
     tensor_parallel_group,
     write_slots_of,
 )
@@ -41,13 +41,26 @@ from daric_rag.steps import Limits
 from daric_rag.storage import load_cipher, open_probe, open_store
 from daric_rag.storage.format import payload_len_of
 
-__all__ = ["CONFIG_KEY", "STORE_KEY", "DaricConnector"]
+__all__ = ["CONFIG_KEY", "STORE_KEY", "DaricConnector", "closing_params"]
 
 CONFIG_KEY = "daric_config"
 STORE_KEY = "daric_store"
 
 # Any will do: vocabularies begin with special tokens and bytes.
 _GATE_TOKEN = 7
+
+
+# Of this process, for the worker side's answers to clients in another one.
+_scheduler_sides: weakref.WeakSet[SchedulerSide] = weakref.WeakSet()
+
+
+def closing_params(request_id: str) -> dict[str, Any] | None:
+    """Return the reuse counts of a request that ended, where this process has them."""
+    for side in _scheduler_sides:
+        params = side.closing_params(request_id)
+        if params is not None:
+            return params
+    return None
 
 
 class DaricConnector(KVConnectorBase_V1):
@@ -81,7 +94,6 @@ class DaricConnector(KVConnectorBase_V1):
             num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
             shape = KvShape(num_layers, spec.num_kv_heads, spec.head_size, spec.dtype)
             dtype = codec_of(config.kv_storage, shape).dtype_name
-            serve_closing_params()
             self._probe = open_probe(store, disk_bytes=config.disk_bytes)
             view = StoreView(
                 partial(namespace_root, fields),
@@ -91,6 +103,7 @@ class DaricConnector(KVConnectorBase_V1):
                 max_segment_len=config.max_segment_len,
             )
             self.scheduler = SchedulerSide(config, view, limits)
+            _scheduler_sides.add(self.scheduler)
         else:
             rank, size, group = tensor_parallel_group()
             tiers = open_store(

@@ -49,7 +49,6 @@ __all__ = [
     "reuse_of_aborted",
     "rotary_modules",
     "rotate_rows",
-    "serve_closing_params",
     "tensor_parallel_group",
     "tokens_input",
     "write_slots_of",
@@ -92,8 +91,6 @@ def quiet() -> Iterator[None]:
         warnings.simplefilter("ignore")
         yield
 
-
-_CLOSING_PARAMS = "daric_closing_params"
 
 check_version()
 
@@ -184,29 +181,13 @@ def reuse_of_aborted(engine: Any, request_id: str) -> dict[str, Any] | None:
         engine: vLLM's engine; its core may be in this process or in one of its own.
         request_id: vLLM's own id of the request.
     """
-    client = engine.engine_core
+    core = getattr(engine.engine_core, "engine_core", None)
     params: dict[str, Any] | None
-    if hasattr(client, "engine_core"):
-        params = _closing_params(client.engine_core, request_id)
-    else:
-        params = client.call_utility(_CLOSING_PARAMS, request_id)
-    return params
-
-
-def serve_closing_params() -> None:
-    """Let a client in another process ask for `reuse_of_aborted`.
-
-    vLLM's core answers such calls with its own methods of that name, and has none that
-    reaches a connector; one is added here and nothing is replaced.
-    """
-    from vllm.v1.engine.core import EngineCore
-
-    setattr(EngineCore, _CLOSING_PARAMS, _closing_params)
-
-
-def _closing_params(core: Any, request_id: str) -> dict[str, Any] | None:
-    connector = core.scheduler.get_kv_connector()
-    params: dict[str, Any] | None = connector.scheduler.closing_params(request_id)
+    if core is not None:
+        params = core.scheduler.get_kv_connector().scheduler.closing_params(request_id)
+        return params
+    # The connector's two halves share the engine's process where it has one rank.
+    params, *_ = engine.collective_rpc("daric_closing_params", args=(request_id,))
     return params
 
 

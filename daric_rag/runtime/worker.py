@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from daric_rag.runtime.connector import DaricConnector
+from daric_rag.runtime.connector import DaricConnector, closing_params
 from daric_rag.runtime.step_builder import check_runner, discard_pass
 from daric_rag.runtime.vllm_api import (
     SchedulerOutput,
@@ -54,6 +54,10 @@ class DaricWorkerMixin:
     def daric_store_stats(self) -> StoreStats:
         """Return what the store holds and did."""
         return self._side.store.stats()
+
+    def daric_closing_params(self, request_id: str) -> dict[str, Any] | None:
+        """Return a request's reuse counts; None where only another process has them."""
+        return closing_params(request_id)
 
     def daric_clear_host(self) -> None:
         """Drop host copies of segments that are on disk."""
