@@ -152,6 +152,11 @@ class FillQueue:
             limits: What the pass has room for.
             chunks: Between store and blocks.
         """
+        # A pass that failed computed nothing.
+        for job in self._jobs.values():
+            job.in_pass = None
+        for generation in self._generations.values():
+            generation.in_pass = None
         budget = _Budget(limits.max_num_tokens, limits.max_num_seqs)
         subs: list[SubRequest] = []
         for job in self._jobs.values():

@@ -80,7 +80,9 @@ class SchedulerSide:
             logger.warning("request %s is not reused: %s", request.request_id, reason)
         salt = request.cache_salt or ""
         own_salt = wire is not None and wire.conversation is None
-        self._tracked[request.request_id] = TrackedRequest(wire, salt, own_salt, reason)
+        self._tracked[request.request_id] = TrackedRequest(
+            wire, salt, own_salt, request.num_prompt_tokens, reason
+        )
 
     def match(self, request: Any, gpu_prefix_len: int) -> tuple[int | None, bool]:
         """Plan a request over `gpu_prefix_len` tokens of vLLM's prefix cache.
@@ -94,12 +96,14 @@ class SchedulerSide:
             in the next step; and whether it waits until they are. Changes nothing but
             the request's own pending plan, and what the view learns from the store.
         """
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None:
+            # Before anything else: one that was preempted keeps nobody waiting.
+            tracked.in_prefill, tracked.plan = False, None
         if self._admission.is_blocked:
             return None, False
-        tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return 0, False
-        tracked.in_prefill, tracked.plan = False, None
         if tracked.reason or tracked.wire is None:
             return 0, False
         plan = None
@@ -180,9 +184,7 @@ class SchedulerSide:
                 continue
             if tracked.plan is not None:
                 saves += self._ready_saves(req_id, tracked, num_computed, block_ids_of)
-                tracked.in_prefill = num_computed < tracked.plan.prompt_len
-            elif tracked.wire is not None:
-                tracked.in_prefill = num_computed < tracked.wire.prompt_len
+            tracked.in_prefill = num_computed < tracked.prompt_len
         plan = StepPlan(
             tuple(self._admitted),
             tuple(saves),
@@ -312,7 +314,8 @@ class SchedulerSide:
         fills the blocks. That needs the same salt, and a shared prefix that reaches
         into the other's last window.
         """
-        return bool(plan.early_windows) and any(
+        # A lost chunk may become a window.
+        return bool(plan.early_windows or plan.chunks) and any(
             other.in_prefill
             and other is not tracked
             and other.salt == tracked.salt

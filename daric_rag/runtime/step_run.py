@@ -85,7 +85,7 @@ class StepRun:
         self._queue.add(self._plan.admitted(asynchronous=True), self._chunks)
         self._pass_started_s = time.perf_counter()
         joining = self._recompute(unfilled)
-        return self._passes.join(joining + self._run_queue(joining))
+        return self._passes.join(self._run_queue(joining))
 
     def finish(self) -> None:
         """After vLLM's pass: save what it completed."""
@@ -134,8 +134,8 @@ class StepRun:
             for piece in pieces
         ]
 
-    def _run_queue(self, joining: Sequence[SubRequest]) -> list[SubRequest]:
-        """Let the fill queue go on; returns what of it joins vLLM's pass."""
+    def _run_queue(self, joining: list[SubRequest]) -> list[SubRequest]:
+        """Let the fill queue go on; returns all that joins vLLM's pass."""
         size, limits = self._passes.scheduled_size, self._limits
         taken = size.max_num_tokens + sum(sub.end - sub.start for sub in joining)
         seats = limits.max_num_seqs - size.max_num_seqs - len(joining)
@@ -144,14 +144,18 @@ class StepRun:
         if taken and room >= share and seats >= 1:
             subs = self._queue.next_pass(Limits(room, seats), self._chunks)
             self._has_joined = bool(subs)
-            return subs
+            return joining + subs
         # In a pass of its own nothing is sampled, which pays where there is nobody to
         # sample for.
         most = share if taken else limits.max_num_tokens
         subs = self._queue.next_pass(Limits(most, limits.max_num_seqs), self._chunks)
-        if subs:
-            self._passes.run(subs)
-            self._queue.complete(self._chunks, self.report, self._pass_started_s)
+        if not subs:
+            return joining
+        if joining:
+            # The queue may attend to blocks that these fill, through a shared prefix.
+            self._passes.run(joining)
+        self._passes.run(subs)
+        self._queue.complete(self._chunks, self.report, self._pass_started_s)
         return []
 
 

@@ -27,6 +27,7 @@ class TrackedRequest:
         own_salt: Whether the salt stands for this very layout, not for a
             conversation, so that the first chunk's blocks are exact even where the
             prefix cache provides them.
+        prompt_len: Tokens in its prompt.
         reason: Why nothing can be reused, or "".
         plan: Of its last admission.
         first_plan: Of its first one, before any preemption; what the client is told.
@@ -44,6 +45,7 @@ class TrackedRequest:
     wire: RequestWire | None
     salt: str
     own_salt: bool
+    prompt_len: int
     reason: str = ""
     plan: RequestPlan | None = None
     first_plan: RequestPlan | None = None
