@@ -1,0 +1,322 @@
+"""The order of work that shared blocks depend on, on fakes: no engine, no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from daric_rag.chunk_plan import ChunkPlan
+from daric_rag.config import DaricConfig
+from daric_rag.keys import ModelFingerprint, SegmentKey
+from daric_rag.runtime.chunk_blocks import MissingChunk
+from daric_rag.runtime.fill_queue import FillQueue
+from daric_rag.runtime.metadata import DaricWorkerMetadata
+from daric_rag.runtime.scheduler_side import SchedulerSide
+from daric_rag.runtime.scratch import ScratchBlocks
+from daric_rag.runtime.step_builder import SubRequest
+from daric_rag.runtime.step_run import StepRun
+from daric_rag.runtime.store_view import StoreView
+from daric_rag.steps import Limits, RequestStep, StepPlan
+from daric_rag.wire import RequestWire, encode_request, salt_of
+
+BLOCK_SIZE = 16
+ROOT = ModelFingerprint(bytes(32))
+IDS = tuple(range(400))
+# Ids tell requests apart in sub-requests.
+OTHER_IDS = tuple(range(1000, 1400))
+
+
+def chunk(key: int, start: int, end: int) -> ChunkPlan:
+    keys = (SegmentKey(bytes([key]) * 32),)
+    return ChunkPlan(start, end, keys, 256, 0, start, contiguous=False)
+
+
+def request(
+    req_id: str,
+    *chunks: ChunkPlan,
+    windows: Sequence[tuple[int, int]] = (),
+    ids: Sequence[int] = IDS,
+    waits: bool = True,
+) -> RequestStep:
+    blocks = tuple(range(25))
+    return RequestStep(
+        req_id, ids, blocks, chunks, tuple(windows), 380, ROOT, "default", waits
+    )
+
+
+class Chunks:
+    """A store that has nothing."""
+
+    def __init__(self) -> None:
+        self.harvested: list[tuple[SegmentKey, tuple[int, ...], set[str]]] = []
+
+    def load(
+        self,
+        requests: Sequence[RequestStep],
+        missing: dict[SegmentKey, MissingChunk],
+    ) -> None:
+        for step in requests:
+            for part in step.chunks:
+                ids = tuple(step.token_ids[part.start : part.end])
+                entry = missing.setdefault(part.keys[-1], MissingChunk(part, ids, []))
+                entry.wanted.append((step, part))
+
+    def seed(self, entry: MissingChunk, blocks: Sequence[int]) -> None:
+        """Nothing was loaded."""
+
+    def harvest(self, entry: MissingChunk, blocks: Sequence[int]) -> set[str]:
+        wanted = {step.req_id for step, _ in entry.wanted}
+        self.harvested.append((entry.key, tuple(blocks), wanted))
+        return wanted
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+
+class Filling:
+    """A queue, its store, and passes of a fixed size."""
+
+    def __init__(self, num_tokens: int = 32, num_scratch: int = 20) -> None:
+        self.queue, self.chunks = FillQueue(BLOCK_SIZE), Chunks()
+        self.limits = Limits(num_tokens, 8)
+        self.queue.hold(tuple(range(100, 100 + num_scratch)))
+
+    def add(self, *requests: RequestStep) -> None:
+        self.queue.add(requests, self.chunks)  # type: ignore[arg-type]
+
+    def next_pass(self) -> list[SubRequest]:
+        return self.queue.next_pass(self.limits, self.chunks)  # type: ignore[arg-type]
+
+    def complete(self) -> None:
+        report = DaricWorkerMetadata()
+        self.queue.complete(self.chunks, report, 0.0)  # type: ignore[arg-type]
+
+    def run(self) -> list[tuple[int, int]]:
+        subs = self.next_pass()
+        self.complete()
+        return [(sub.start, sub.end) for sub in subs]
+
+
+# ---------------------------------------------------------------------- the fill queue
+
+
+def test_chunks_come_before_windows_and_both_are_cut() -> None:
+    filling = Filling()
+    filling.add(request("a", chunk(1, 100, 150), windows=[(10, 20), (100, 140)]))
+    assert filling.queue.backlog_len == 50 + 50
+    assert filling.run() == [(0, 32)]
+    assert filling.run() == [(32, 50)]
+    assert filling.run() == [(10, 20), (100, 122)]
+    assert filling.queue.take_filled() == set()
+    assert filling.run() == [(122, 140)]
+    assert filling.queue.take_filled() == {"a"}
+    assert filling.queue.backlog_len == 0
+
+
+def test_a_failed_pass_computed_nothing() -> None:
+    """What it was to compute is computed by the next one."""
+    filling = Filling()
+    filling.add(request("a", chunk(1, 100, 130), windows=[(10, 20)]))
+    filling.next_pass()  # and fails
+    assert filling.run() == [(0, 30)]
+    filling.next_pass()
+    assert filling.run() == [(10, 20)]
+    assert filling.queue.take_filled() == {"a"}
+
+
+def test_a_shared_chunk_is_generated_once_and_outlives_who_asked_first() -> None:
+    filling = Filling()
+    shared = chunk(1, 100, 150)
+    filling.add(request("a", shared))
+    filling.run()
+    filling.add(request("b", chunk(1, 200, 250)))
+    assert filling.queue.backlog_len == 18
+    filling.queue.drop(["a"])
+    assert filling.queue.take_filled() == {"a"}
+    assert filling.run() == [(32, 50)]
+    ((_, blocks, wanted),) = filling.chunks.harvested
+    assert wanted == {"b"}
+    assert len(blocks) == 4
+    assert filling.queue.take_filled() == {"b"}
+
+
+def test_dropping_the_last_who_wants_a_chunk_drops_it() -> None:
+    filling = Filling()
+    filling.add(request("a", chunk(1, 100, 150)))
+    filling.run()
+    filling.queue.drop(["a", "never here"])
+    assert filling.run() == []
+    assert filling.queue.take_filled() == {"a"}
+    assert filling.queue.backlog_len == 0
+
+
+def test_scratch_blocks_have_one_chunk_at_a_time() -> None:
+    """The next in line gets them; nobody smaller overtakes it."""
+    filling = Filling(num_tokens=64, num_scratch=5)
+    filling.add(
+        request("a", chunk(1, 100, 130)),
+        request("b", chunk(2, 100, 170)),
+        request("c", chunk(3, 100, 116)),
+    )
+    assert filling.run() == [(0, 30)]
+    assert filling.run() == [(0, 64)]
+    assert filling.run() == [(64, 70)]
+    assert filling.run() == [(0, 16)]
+    assert filling.queue.take_filled() == {"a", "b", "c"}
+
+
+def test_a_chunk_too_long_for_the_scratch_is_computed_in_place() -> None:
+    filling = Filling(num_tokens=200, num_scratch=5)
+    filling.add(request("a", chunk(1, 100, 200), windows=[(90, 110)]))
+    assert filling.run() == [(90, 200)]
+    assert filling.queue.take_filled() == {"a"}
+
+
+# ----------------------------------------------------------------------------- a step
+
+
+class Passes:
+    """Takes note of passes; vLLM's own one holds `num_tokens`."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.scheduled = SimpleNamespace(finished_req_ids=set())
+        self.scheduled_size = Limits(num_tokens, 1)
+        self.passes: list[list[int]] = []
+
+    def run(self, subs: Sequence[SubRequest]) -> None:
+        self.passes.append([sub.token_ids[0] for sub in subs])
+
+    def join(self, subs: Sequence[SubRequest]) -> Any:
+        self.passes.append([sub.token_ids[0] for sub in subs])
+        return self.scheduled
+
+
+@pytest.mark.parametrize(
+    ("num_scheduled", "expected"),
+    [(50, [[0], [1000], []]), (20, [[0, 1000]])],
+    ids=["no room", "room"],
+)
+def test_the_queue_never_runs_before_the_steps_own_windows(
+    num_scheduled: int, expected: list[list[int]]
+) -> None:
+    """Its requests may attend to the blocks that those fill, by a shared prefix."""
+    mover = SimpleNamespace(exact_records=True, settle=lambda: None)
+    plan = StepPlan(
+        (
+            request("now", windows=[(0, 8)], waits=False),
+            request("later", windows=[(8, 20)], ids=OTHER_IDS),
+        )
+    )
+    passes = Passes(num_scheduled)
+    run = StepRun(
+        mover,  # type: ignore[arg-type]
+        FillQueue(BLOCK_SIZE),
+        plan,
+        passes,  # type: ignore[arg-type]
+        limits=Limits(64, 8),
+        block_size=BLOCK_SIZE,
+    )
+    run.prepare()
+    assert passes.passes == expected
+
+
+# ------------------------------------------------------------------- the scheduler side
+
+
+class Pool:
+    """A block pool with plenty of blocks."""
+
+    num_gpu_blocks = 1000
+
+    def get_num_free_blocks(self) -> int:
+        return self.num_gpu_blocks - 1
+
+    def get_new_blocks(self, num_blocks: int) -> list[Any]:
+        return [SimpleNamespace(block_id=i + 1) for i in range(num_blocks)]
+
+    def free_blocks(self, blocks: Any) -> None:
+        """Nobody counts them."""
+
+
+def conversation(*ends: int) -> RequestWire:
+    """A prompt of a conversation, whose prompts share blocks."""
+    reusable = (True,) * (len(ends) - 1) + (False,)
+    return RequestWire(ends, reusable, "daric", DaricConfig(), conversation="c")
+
+
+SHORT, LONG = conversation(100, 200, 300), conversation(100, 200, 300, 420, 500)
+
+
+def vllm_request(
+    req_id: str, wire: RequestWire = SHORT, *, params: dict[str, Any] | None = None
+) -> Any:
+    num_tokens = wire.prompt_len
+    return SimpleNamespace(
+        request_id=req_id,
+        prompt_token_ids=list(range(num_tokens)),
+        num_prompt_tokens=num_tokens,
+        num_tokens=num_tokens,
+        cache_salt=salt_of(wire),
+        skip_reading_prefix_cache=False,
+        kv_transfer_params=encode_request(wire) if params is None else params,
+    )
+
+
+@pytest.fixture
+def side() -> SchedulerSide:
+    view = StoreView(
+        lambda _: ROOT,
+        probe=lambda _: False,
+        max_bytes=1 << 30,
+        segment_bytes=1 << 10,
+        max_segment_len=256,
+    )
+    made = SchedulerSide(DaricConfig(), view, Limits(4096, 8))
+    made.bind_scratch(ScratchBlocks(Pool(), BLOCK_SIZE, 4096))
+    return made
+
+
+def start(side: SchedulerSide, name: str, prefix: int, after: int) -> Any:
+    """A request in its prefill: admitted, and computed up to `after`."""
+    started = vllm_request(name)
+    side.track(started)
+    num_tokens, _ = side.match(started, prefix)
+    assert num_tokens is not None
+    side.admit(started, range(25), num_tokens)
+    side.build_step({name: after}, lambda _: range(25))
+    side.end_step(())
+    return started
+
+
+def test_two_preempted_requests_do_not_wait_for_each_other(
+    side: SchedulerSide,
+) -> None:
+    """The one in front may start as soon as vLLM has asked about the other."""
+    behind = start(side, "behind", 0, 290)
+    front = vllm_request("front", LONG)
+    side.track(front)
+    # The prefix reaches into what `behind` was computing when it was preempted.
+    assert side.match(front, 288) == (None, False)
+    assert side.match(behind, 288) == (None, False)
+    side.build_step({}, lambda _: ())
+    num_tokens, _ = side.match(front, 288)
+    assert num_tokens is not None
+
+
+def test_a_damaged_layout_holds_nobody_up_once_it_is_computed(
+    side: SchedulerSide,
+) -> None:
+    damage = dict.fromkeys(encode_request(SHORT), "?")
+    damaged = vllm_request("damaged", params=damage)
+    side.track(damaged)
+    assert side.match(damaged, 0) == (0, False)
+    side.admit(damaged, range(25), 0)
+    side.build_step({"damaged": 300}, lambda _: range(25))
+    side.end_step(())
+    other = vllm_request("other")
+    side.track(other)
+    num_tokens, _ = side.match(other, 16)
+    assert num_tokens is not None
