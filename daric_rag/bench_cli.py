@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -257,19 +257,15 @@ def _serving(
     model: str, verbose: bool, **vllm_options: Any
 ) -> Iterator[tuple[ServingEngine, Bar]]:
     """Yield an engine and a bar; standard output is kept for JSON meanwhile."""
-    from daric_rag.evaluation import terminal
+    from daric_rag.evaluation.terminal import json_has_stdout
 
-    path = resolved(model)
-    terminal.quiet_libraries(verbose=verbose)
-    from daric_rag.runtime.embedded import EmbeddedEngine
-
+    path, console = resolved(model), make_console(stderr=True)
     with (
-        terminal.json_has_stdout(True),
+        json_has_stdout(True),
         store_folder(None) as (folder, _),
-        terminal.progress_bar(make_console(stderr=True), "starting vLLM") as bar,
-        closing(EmbeddedEngine(path, store=folder, **vllm_options)) as engine,
+        started(console, path, folder, DaricConfig(), verbose, **vllm_options) as both,
     ):
-        yield engine, bar
+        yield both
 
 
 def _facts(model: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from daric_rag.evaluation.terminal import Bar
-    from daric_rag.evaluation.ttft_bench import BenchEngine
+    from daric_rag.runtime.embedded import EmbeddedEngine
 
 __all__ = [
     "Json",
@@ -53,23 +53,30 @@ def resolved(model: str) -> str:
 
 @contextmanager
 def started(
-    console: Console, model: str, store: str, config: DaricConfig, verbose: bool
-) -> Iterator[tuple[BenchEngine, Bar]]:
+    console: Console,
+    model: str,
+    store: str,
+    config: DaricConfig,
+    verbose: bool,
+    **vllm_options: Any,
+) -> Iterator[tuple[EmbeddedEngine, Bar]]:
     """Yield an engine and a bar to fill; close the engine at the end."""
     from daric_rag.evaluation.terminal import progress_bar, quiet_libraries
 
     quiet_libraries(verbose=verbose)
     with (
         progress_bar(console, "starting vLLM") as bar,
-        closing(_start_engine(model, store, config)) as engine,
+        closing(_start_engine(model, store, config, **vllm_options)) as engine,
     ):
         yield engine, bar
 
 
-def _start_engine(model: str, store: str, config: DaricConfig) -> BenchEngine:
+def _start_engine(
+    model: str, store: str, config: DaricConfig, **vllm_options: Any
+) -> EmbeddedEngine:
     from daric_rag.runtime.embedded import EmbeddedEngine
 
-    return EmbeddedEngine(model, store=store, config=config)
+    return EmbeddedEngine(model, store=store, config=config, **vllm_options)
 
 
 @contextmanager

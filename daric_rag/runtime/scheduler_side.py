@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,17 +11,13 @@ from daric_rag.config import DaricConfig
 from daric_rag.errors import WireError
 from daric_rag.plan import RequestPlan, plan_request
 from daric_rag.runtime.admission import Admission
+from daric_rag.runtime.ended import EndedRequests
 from daric_rag.runtime.metadata import DaricWorkerMetadata
 from daric_rag.runtime.metrics import DaricStats
 from daric_rag.runtime.pending_saves import PendingSaves
 from daric_rag.runtime.scratch import ScratchBlocks
 from daric_rag.runtime.store_view import StoreView
-from daric_rag.runtime.tracking import (
-    TrackedRequest,
-    answer_params,
-    reuse_stats,
-    why_not_reused,
-)
+from daric_rag.runtime.tracking import TrackedRequest, why_not_reused
 from daric_rag.selection import total_len
 from daric_rag.steps import Limits, RequestStep, SaveStep, StepPlan
 from daric_rag.wire import RequestWire, decode_request
@@ -30,9 +25,6 @@ from daric_rag.wire import RequestWire, decode_request
 __all__ = ["SchedulerSide"]
 
 logger = logging.getLogger(__name__)
-
-
-_MAX_ENDED = 1024
 
 
 class SchedulerSide:
@@ -54,10 +46,7 @@ class SchedulerSide:
         self._filling: set[str] = set()
         self._scratch: ScratchBlocks | None = None
         self._saving = PendingSaves()
-        # Answers that vLLM holds already while the step's report is still to come.
-        self._closing: dict[str, tuple[TrackedRequest, int, dict[str, Any]]] = {}
-        # The same answers for longer: a client in another process asks steps later.
-        self._ended: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._ended = EndedRequests(self.stats)
 
     def bind_scratch(self, scratch: ScratchBlocks) -> None:
         """Take the source of scratch blocks, once vLLM has its block pool."""
@@ -102,9 +91,7 @@ class SchedulerSide:
             tracked.in_prefill, tracked.plan = False, None
         if self._admission.is_blocked:
             return None, False
-        if tracked is None:
-            return 0, False
-        if tracked.reason or tracked.wire is None:
+        if tracked is None or tracked.wire is None or tracked.reason:
             return 0, False
         plan = None
         if not self._admission.has_backlog:
@@ -193,8 +180,7 @@ class SchedulerSide:
         )
         self._admitted = []
         self._admission.end_planning()
-        self._count_closing()
-        self._closing.clear()
+        self._ended.begin_step()
         return plan
 
     def end_step(self, filled: Iterable[str]) -> None:
@@ -205,7 +191,7 @@ class SchedulerSide:
         """
         self._pool.give_back()
         self._saving.end_step()
-        self._count_closing()
+        self._ended.count()
         for req_id in filled:
             self._saving.forget(req_id)
             self._filling.discard(req_id)
@@ -220,59 +206,30 @@ class SchedulerSide:
         self._view.forget(report.evicted)
         self._view.forget(report.lost)
         self._saving.take_saved(report.saved, self._view)
-        closing = {req_id: entry[0] for req_id, entry in self._closing.items()}
         for req_id, part in report.reports.items():
-            tracked = self._tracked.get(req_id) or closing.get(req_id)
             self.stats.add("loaded_bytes", part.loaded_bytes)
-            if tracked is not None:
-                tracked.report.add(part)
-        for tracked, prompt_len, params in self._closing.values():
-            params.update(answer_params(tracked, prompt_len))
+            if req_id in self._tracked:
+                self._tracked[req_id].report.add(part)
+        self._ended.take_reports(report.reports)
 
     def finish(self, request: Any) -> dict[str, Any] | None:
         """A request is over; returns its reuse counts for the client.
 
-        vLLM asks before it hands over the report of the very step that finished the
-        request. The returned dictionary is therefore completed by `take_report`, which
-        comes before vLLM sends it anywhere.
+        `take_report` completes the returned dictionary before vLLM sends it anywhere.
         """
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
-        params = answer_params(tracked, request.num_prompt_tokens)
-        self._closing[request.request_id] = (
-            tracked,
-            request.num_prompt_tokens,
-            params,
-        )
-        self._ended[request.request_id] = params
-        if len(self._ended) > _MAX_ENDED:
-            self._ended.popitem(last=False)
-        return params
+        return self._ended.add(request.request_id, tracked)
 
     def closing_params(self, request_id: str) -> dict[str, Any] | None:
         """Return what `finish` returned for a request, once, if not long ago."""
-        return self._ended.pop(request_id, None)
+        return self._ended.take_answer(request_id)
 
     @property
     def _pool(self) -> ScratchBlocks:
         assert self._scratch is not None, "bind_scratch comes before the first request"
         return self._scratch
-
-    def _count_closing(self) -> None:
-        """Count requests that ended, once their last report has come."""
-        for tracked, prompt_len, _ in self._closing.values():
-            if tracked.is_counted:
-                continue
-            tracked.is_counted = True
-            if tracked.wire is None or tracked.reason:
-                self.stats.add("refused_requests", 1)
-                continue
-            self.stats.add_request(
-                reuse_stats(tracked, prompt_len),
-                unread_tokens=tracked.report.unread_tokens,
-                wait_s=tracked.wait_s,
-            )
 
     def _plan(
         self, wire: RequestWire, request: Any, gpu_prefix_len: int

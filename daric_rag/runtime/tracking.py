@@ -39,7 +39,6 @@ class TrackedRequest:
         saved_tokens: Written to the store for it.
         arrived_s: When it arrived, of `time.perf_counter`.
         wait_s: Seconds until it was first admitted.
-        is_counted: Whether it is in the engine's statistics.
     """
 
     wire: RequestWire | None
@@ -57,7 +56,6 @@ class TrackedRequest:
     saved_tokens: int = 0
     arrived_s: float = field(default_factory=time.perf_counter)
     wait_s: float = 0.0
-    is_counted: bool = False
 
     @property
     def filled_from(self) -> int:
@@ -65,13 +63,13 @@ class TrackedRequest:
         return self.plan.hit_len if self.plan is not None else 0
 
 
-def answer_params(tracked: TrackedRequest, prompt_len: int) -> dict[str, Any]:
+def answer_params(tracked: TrackedRequest) -> dict[str, Any]:
     """Return what the client is told of a request, as far as it is known by now."""
     wire, plan = tracked.wire, tracked.first_plan
     trace = None
     if wire is not None and plan is not None and wire.trace:
         trace = trace_of(wire, plan, tracked.report, wait_s=tracked.wait_s)
-    return encode_reuse(reuse_stats(tracked, prompt_len), trace)
+    return encode_reuse(reuse_stats(tracked), trace)
 
 
 def why_not_reused(wire: RequestWire, request: Any) -> str:
@@ -93,16 +91,16 @@ def why_not_reused(wire: RequestWire, request: Any) -> str:
     return ""
 
 
-def reuse_stats(tracked: TrackedRequest, prompt_len: int) -> ReuseStats:
+def reuse_stats(tracked: TrackedRequest) -> ReuseStats:
     """Return a request's reuse counts, as far as they are known by now."""
     wire, plan, report = tracked.wire, tracked.first_plan, tracked.report
     num_chunks = len(wire.ends) if wire is not None else 0
     if plan is None:
         reason = tracked.reason or "the request ended before it was scheduled"
-        return ReuseStats(prompt_len, num_chunks=num_chunks, reason=reason)
+        return ReuseStats(tracked.prompt_len, num_chunks=num_chunks, reason=reason)
     saved = tracked.saved_tokens + report.saved_tokens
     return ReuseStats(
-        prompt_tokens=prompt_len,
+        prompt_tokens=tracked.prompt_len,
         num_chunks=num_chunks,
         gpu_prefix_tokens=plan.gpu_prefix_len,
         # The report sums all admissions, the plan is the first one's.
