@@ -2,8 +2,8 @@
 
 Worker and scheduler side fill a `DaricStats` each and hand it over at the end of every
 step; vLLM adds them up over ranks and steps, and sends them as a dictionary to the
-process that logs. What all ranks do alike (tokens, seconds, evictions) is therefore
-counted by the scheduler side alone; bytes are counted by the worker that moved them.
+process that logs. All ranks do alike, so everything is counted once, by the scheduler
+side from one rank's reports; only what the store holds is told by the workers.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ COUNTERS: dict[str, MetricSpec] = {
     ),
     "recomputed_tokens": MetricSpec("Tokens computed in full context."),
     "saved_tokens": MetricSpec("Tokens whose KV was written to the store."),
-    "loaded_bytes": MetricSpec("Bytes of records read from the store, all ranks."),
-    "saved_bytes": MetricSpec("Bytes of records handed to the store, all ranks."),
+    "loaded_bytes": MetricSpec("Bytes of records read from the store, by each rank."),
+    "saved_bytes": MetricSpec("Bytes of records handed to the store, by each rank."),
     "phase_seconds": MetricSpec(
         "Seconds per phase; requests in one batch share those of recompute.",
         "phase",

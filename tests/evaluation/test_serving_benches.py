@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from daric_rag import Completion, bench_cli
 from daric_rag.engine import Delta
+from daric_rag.config import DaricConfig
 from daric_rag.errors import ConfigError, EngineError, PromptError
 from daric_rag.evaluation.cold_bench import run_cold_bench
 from daric_rag.evaluation.load_bench import LoadBench
@@ -190,7 +191,9 @@ def test_commands_end_in_json(
 ) -> None:
     started: list[dict[str, Any]] = []
 
-    def start(path: str, *, store: str, **options: Any) -> ServingFake:
+    def start(
+        path: str, *, store: str, config: DaricConfig, **options: Any
+    ) -> ServingFake:
         started.append(options)
         return ServingFake()
 
