@@ -12,8 +12,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from daric_rag import Completion, bench_cli
-from daric_rag.engine import Delta
 from daric_rag.config import DaricConfig
+from daric_rag.engine import Delta
 from daric_rag.errors import ConfigError, EngineError, PromptError
 from daric_rag.evaluation.cold_bench import run_cold_bench
 from daric_rag.evaluation.load_bench import LoadBench
