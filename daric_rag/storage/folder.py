@@ -50,6 +50,9 @@ _logger = logging.getLogger(__name__)
 _LOCK_TIMEOUT_S: Final = 30.0
 _LOCK_POLL_S: Final = 0.01
 
+# A failing disk may damage what is being made, too.
+_MAX_REBUILDS: Final = 3
+
 Load = Callable[[RecordDatabase], None]
 
 
@@ -81,8 +84,15 @@ def open_database(
     with _locked(directory):
         claim(directory, key_id)
         database = _open_index(directory, load, thorough=anew, sweeps=sweeps)
+        for _ in range(_MAX_REBUILDS):
+            if database is None:
+                database = _make_anew(directory, load)
         if database is None:
-            database = _make_anew(directory, load)
+            raise StoreError(
+                f"the index in {directory} is damaged again and again while it is made "
+                "anew: something else writes to the folder, or the disk fails; check "
+                "the disk, or choose another folder"
+            )
         discard_old_index(directory)
         return database
 
@@ -116,34 +126,44 @@ def _open_index(
             database.close()
             raise
     except Exception as error:
-        if not is_damage(error):
-            raise
-        _logger.warning(
-            "the index in %s is damaged (%s): it is made anew from the records",
-            directory,
-            error,
-        )
+        _check_damage(error, directory)
         return None
     return database
 
 
-def _make_anew(directory: Path, load: Load) -> RecordDatabase:
-    """Make the index anew from the records; a kill at any moment costs none of them.
+def _make_anew(directory: Path, load: Load) -> RecordDatabase | None:
+    """Make the index anew from the records; None if it is damaged meanwhile.
 
-    Until it is finished, it is not taken for an index, and the old one stays.
+    A kill at any moment costs no record. Until it is finished, it is not taken for an
+    index, and the old one stays.
     """
     set_index_aside(directory)
     uses = salvage_uses(directory)
-    database = RecordDatabase(directory)
     try:
-        rebuild(database, directory, uses)
-        load(database)
-        database.finish()
-        database.sync()
-    except BaseException:
-        database.close()
-        raise
+        database = RecordDatabase(directory)
+        try:
+            rebuild(database, directory, uses)
+            load(database)
+            database.finish()
+            database.sync()
+        except BaseException:
+            database.close()
+            raise
+    except Exception as error:
+        _check_damage(error, directory)
+        return None
     return database
+
+
+def _check_damage(error: Exception, directory: Path) -> None:
+    """Say that an index is damaged; raise an error that says something else."""
+    if not is_damage(error):
+        raise error
+    _logger.warning(
+        "the index in %s is damaged (%s): it is made anew from the records",
+        directory,
+        error,
+    )
 
 
 def open_read_only(

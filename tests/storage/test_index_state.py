@@ -5,6 +5,8 @@ from contextlib import closing
 
 import pytest
 
+from daric_rag.errors import StoreError
+from daric_rag.storage.folder import open_database
 from tests.storage.records import (
     FINGERPRINT,
     RECORD_BYTES,
@@ -121,3 +123,37 @@ def test_a_planted_reservation_deletes_nothing_outside(open_disk, folder, tmp_pa
 
     assert outside.exists()
     assert tier.nbytes == disk_usage(folder) == 2 * RECORD_BYTES
+
+
+@pytest.mark.parametrize("error", [ValueError("no text"), sqlite3.DatabaseError("bit")])
+def test_an_index_damaged_while_it_is_made_is_made_once_more(open_disk, folder, error):
+    tier = open_disk()
+    for number in range(3):
+        tier.write(record(number))
+    tier.pin([key(1)])
+    tier.close()
+    failures = [error, error]
+
+    def load(database):
+        if failures:
+            raise failures.pop()
+
+    open_database(folder, None, load).close()
+    assert not failures
+    tier = open_disk()
+    assert all(read(tier, number) == payload(number) for number in range(3))
+    assert [row.key for row in tier.segments() if row.pinned] == [key(1)]
+
+
+def test_an_index_that_is_always_damaged_is_given_up(open_disk, folder):
+    """With a reason, and with every record still there."""
+    tier = open_disk()
+    tier.write(record(0))
+    tier.close()
+
+    def load(database):
+        raise sqlite3.DatabaseError("bit")
+
+    with pytest.raises(StoreError, match="check the disk"):
+        open_database(folder, None, load)
+    assert read(open_disk(), 0) == payload(0)
