@@ -6,6 +6,7 @@ vLLM hands over one tensor per layer, ``[num_blocks, num_kv_heads, block_size,
 | Layout       | Where       | Inside of a (block, head)                       |
 |--------------|-------------|-------------------------------------------------|
 | `PackedKv`   | CPU, "vec"  | K transposed, then V: see the class             |
+| `AmxKv`      | CPU, "amx"  | tiles: see `kv_layout_amx`                      |
 | `SplitKv`    | GPU         | K in [..., :head_dim], V in [..., head_dim:]    |
 | `PermutedKv` | CPU, others | any permutation of the same elements            |
 
@@ -28,6 +29,8 @@ __all__ = [
     "SplitKv",
     "WriteSlots",
     "block_pieces",
+    "scatter_by_slots",
+    "stack_layers",
 ]
 
 WriteSlots = Callable[[int, Tensor, Tensor, Tensor], None]
@@ -74,7 +77,7 @@ def block_pieces(
         position += num_tokens
 
 
-def _stacked(layers: Sequence[Tensor]) -> list[Tensor]:
+def stack_layers(layers: Sequence[Tensor]) -> list[Tensor]:
     """View all layers as one tensor where they lie at equal distances, else each alone.
 
     Returns:
@@ -97,6 +100,22 @@ def _stacked(layers: Sequence[Tensor]) -> list[Tensor]:
     return [first.as_strided(size, stride, offsets[0])]
 
 
+def scatter_by_slots(
+    write_slots: WriteSlots,
+    keys: Tensor,
+    values: Tensor,
+    block_ids: Sequence[int],
+    start: int,
+    block_size: int,
+) -> None:
+    """Write tokens by the kernel's own operator; see `KvLayout.scatter`."""
+    positions = torch.arange(start, start + keys.shape[1])
+    table = torch.tensor(block_ids, dtype=torch.int64)
+    slots = table[positions // block_size] * block_size + positions % block_size
+    for layer, (layer_k, layer_v) in enumerate(zip(keys, values, strict=True)):
+        write_slots(layer, layer_k.contiguous(), layer_v.contiguous(), slots)
+
+
 class PackedKv:
     """K of a (block, head) as [head_dim, block_size], V as [block_size, head_dim]."""
 
@@ -105,7 +124,7 @@ class PackedKv:
         self.block_size = layers[0].shape[2]
         self._groups: list[tuple[slice, Tensor, Tensor]] = []
         first = 0
-        for tensor in _stacked(layers):
+        for tensor in stack_layers(layers):
             num_layers, num_blocks, num_heads, block_size, _ = tensor.shape
             flat = tensor.view(num_layers, num_blocks, num_heads, -1)
             half = block_size * head_dim
@@ -224,17 +243,9 @@ class PermutedKv:
         self, keys: Tensor, values: Tensor, block_ids: Sequence[int], start: int
     ) -> None:
         """See `KvLayout.scatter`."""
-        size = self.block_size
-        slots = torch.tensor(
-            [
-                block_ids[position // size] * size + position % size
-                for position in range(start, start + keys.shape[1])
-            ]
+        scatter_by_slots(
+            self._write_slots, keys, values, block_ids, start, self.block_size
         )
-        for layer in range(len(self._layers)):
-            self._write_slots(
-                layer, keys[layer].contiguous(), values[layer].contiguous(), slots
-            )
 
     def gather(
         self, keys: Tensor, values: Tensor, block_ids: Sequence[int], start: int
