@@ -113,7 +113,7 @@ class StepPlan:
             key
             for request in self.requests
             for chunk in request.chunks
-            for key in chunk.keys[: chunk.num_hit_segments]
+            for key in chunk.hit_keys
         ]
 
 

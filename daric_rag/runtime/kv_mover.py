@@ -61,24 +61,36 @@ class KvMover:
         self._protected: Sequence[bytes] = ()  # records' keys
         self._warned: set[str] = set()
 
+    def is_near(self, key: SegmentKey) -> bool:
+        """Whether this rank's record of a segment is in memory."""
+        return self._store.in_memory(self._ranks.to_record(key))
+
     def read(
         self, keys: Sequence[SegmentKey], lens: Sequence[int]
     ) -> list[Record | None]:
-        """Read segments; None where the store of any rank has nothing that fits.
+        """Read this rank's records; None where the store has nothing that fits.
 
-        Collective: every rank reads the same segments in the same order.
+        May be called from any thread. What one rank cannot read all must generate
+        anew: see `agree`.
 
         Args:
-            keys: Their keys, [n].
+            keys: The segments' keys, [n].
             lens: Tokens per segment, [n].
         """
-        found = self._read_own(keys, lens)
-        # What one rank generates anew all must, in the same passes.
-        on_all = self._agree([record is not None for record in found])
+        record_keys = [self._ranks.to_record(key) for key in keys]
+        try:
+            records = self._store.read_many(record_keys, self._fingerprint)
+        except Exception as error:
+            self._warn("read", error)
+            return [None] * len(keys)
         return [
-            record if readable else None
-            for record, readable in zip(found, on_all, strict=True)
+            record if record is not None and self._fits(record, num_tokens) else None
+            for record, num_tokens in zip(records, lens, strict=True)
         ]
+
+    def agree(self, flags: Sequence[bool]) -> list[bool]:
+        """Return which flags are set on every rank; collective."""
+        return self._agree(flags)
 
     def place(
         self,
@@ -134,16 +146,18 @@ class KvMover:
         except Exception as error:
             self._warn("protected", error)
 
-    def take_evicted(self) -> set[SegmentKey]:
-        """Return what the store has given up since last asked, and maybe no segments.
+    def take_moved(self) -> tuple[set[SegmentKey], set[SegmentKey]]:
+        """Return what the store has given up, and what has left its memory, since then.
 
-        See `RankKeys.candidates`.
+        And maybe no segments, see `RankKeys.candidates`.
         """
         try:
-            return self._ranks.candidates(self._store.take_evicted())
+            evicted = self._ranks.candidates(self._store.take_evicted())
+            demoted = self._ranks.candidates(self._store.take_demoted())
         except Exception as error:
             self._warn("evicted", error)
-            return set()
+            return set(), set()
+        return evicted, demoted
 
     def settle(self) -> None:
         """Return when no copy to the device reads from a record any more.
@@ -206,20 +220,6 @@ class KvMover:
     def key_of(self, record: Record) -> SegmentKey:
         """Return the key of the segment that a record of this rank holds."""
         return self._ranks.from_record(record.key)
-
-    def _read_own(
-        self, keys: Sequence[SegmentKey], lens: Sequence[int]
-    ) -> list[Record | None]:
-        record_keys = [self._ranks.to_record(key) for key in keys]
-        try:
-            records = self._store.read_many(record_keys, self._fingerprint)
-        except Exception as error:
-            self._warn("read", error)
-            return [None] * len(keys)
-        return [
-            record if record is not None and self._fits(record, num_tokens) else None
-            for record, num_tokens in zip(records, lens, strict=True)
-        ]
 
     def _fits(self, record: Record, num_tokens: int) -> bool:
         header = record.header

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from daric_rag.config import KvStorageName
 from daric_rag.keys import Scalar, model_fingerprint
+from daric_rag.runtime.background_reads import BackgroundReads
 from daric_rag.runtime.fill_queue import FillQueue
 from daric_rag.runtime.gate_record import GateRecord, gate_facts
 from daric_rag.runtime.kv_codec import KvShape, codec_of
@@ -23,6 +24,7 @@ from daric_rag.runtime.kv_probe import probe_layout
 from daric_rag.runtime.metadata import DaricMetadata, DaricWorkerMetadata
 from daric_rag.runtime.metrics import DaricStats
 from daric_rag.runtime.model_gate import GateEngine, ModelGate
+from daric_rag.runtime.pace import Pace
 from daric_rag.runtime.pinned_memory import pin_arena
 from daric_rag.runtime.ranks import Agree, RankKeys
 from daric_rag.runtime.rope import Reencoder, RopeParameters, RotateFn
@@ -80,6 +82,8 @@ class WorkerSide:
         self._mover: KvMover | None = None
         self._reencoder: Reencoder | None = None
         self._queue = FillQueue(block_size)
+        self._pace = Pace()
+        self._reads: BackgroundReads | None = None
         self._run: StepRun | None = None
         self._unpin: Callable[[], object] = lambda: None
 
@@ -115,6 +119,7 @@ class WorkerSide:
             ranks=self._ranks,
             agree=self._agree,
         )
+        self._reads = BackgroundReads(self._mover.read, self._mover.is_near, self._pace)
 
     def cached_keys_of(self, token_ids: Sequence[int], run_pass: RunPass) -> Tensor:
         """Run a few tokens on their own and return the keys they left in the cache.
@@ -188,12 +193,14 @@ class WorkerSide:
         """
         metadata = scheduled.kv_connector_metadata
         assert isinstance(metadata, DaricMetadata)
+        assert self._reads is not None, "bind_model comes before the first step"
         self._bound_mover.protect(metadata.plan.hit_keys())
         self._run = StepRun(
             self._bound_mover,
+            self._reads,
             self._queue,
             metadata.plan,
-            StepPasses(scheduled, run_pass, self._builder),
+            StepPasses(scheduled, run_pass, self._builder, self._pace),
             limits=self._limits,
             block_size=self._block_size,
         )
@@ -219,7 +226,7 @@ class WorkerSide:
         report = DaricWorkerMetadata() if self._run is None else self._run.report
         self._run = None
         self._bound_mover.release()
-        report.evicted = self._bound_mover.take_evicted()
+        report.evicted, report.demoted = self._bound_mover.take_moved()
         report.backlog_len = self._queue.backlog_len
         if report.reports:
             # A store that cannot count itself must not end an engine.
@@ -231,6 +238,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """Save what is on its way, and close the store."""
+        if self._reads is not None:
+            self._reads.close()
         self._unpin()
         self.store.close()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +12,12 @@ import pytest
 
 from daric_rag.chunk_plan import ChunkPlan
 from daric_rag.config import DaricConfig
-from daric_rag.keys import ModelFingerprint, SegmentKey
-from daric_rag.runtime.chunk_blocks import MissingChunk
+from daric_rag.keys import ModelFingerprint, SegmentKey, segment_keys
+from daric_rag.runtime.background_reads import BackgroundReads, PendingRead
+from daric_rag.runtime.chunk_blocks import ChunkRead, MissingChunk
 from daric_rag.runtime.fill_queue import FillQueue
 from daric_rag.runtime.metadata import DaricWorkerMetadata
+from daric_rag.runtime.pace import Pace
 from daric_rag.runtime.scheduler_side import SchedulerSide
 from daric_rag.runtime.scratch import ScratchBlocks
 from daric_rag.runtime.step_builder import SubRequest
@@ -48,21 +52,33 @@ def request(
 
 
 class Chunks:
-    """A store that has nothing."""
+    """A store that has nothing but what is `arriving`, by chunk."""
 
     def __init__(self) -> None:
+        self.arriving: dict[ChunkPlan, PendingRead] = {}
+        self.placed: list[tuple[str, ChunkPlan]] = []
         self.harvested: list[tuple[SegmentKey, tuple[int, ...], set[str]]] = []
 
-    def load(
+    def start_reading(self, step: RequestStep) -> list[ChunkRead]:
+        return [ChunkRead(part, self.arriving.get(part)) for part in step.chunks]
+
+    def settled(self, reads: Sequence[PendingRead]) -> list[bool]:
+        return [read.is_settled for read in reads]
+
+    def place(
         self,
-        requests: Sequence[RequestStep],
+        step: RequestStep,
+        parts: Sequence[ChunkRead],
         missing: dict[SegmentKey, MissingChunk],
     ) -> None:
-        for step in requests:
-            for part in step.chunks:
-                ids = tuple(step.token_ids[part.start : part.end])
-                entry = missing.setdefault(part.keys[-1], MissingChunk(part, ids, []))
-                entry.wanted.append((step, part))
+        for part in parts:
+            chunk = part.chunk
+            if part.read is not None and part.read.take() is not None:
+                self.placed.append((step.req_id, chunk))
+                continue
+            ids = tuple(step.token_ids[chunk.start : chunk.end])
+            entry = missing.setdefault(chunk.keys[-1], MissingChunk(chunk, ids, []))
+            entry.wanted.append((step, chunk))
 
     def seed(self, entry: MissingChunk, blocks: Sequence[int]) -> None:
         """Nothing was loaded."""
@@ -87,7 +103,15 @@ class Filling:
     def add(self, *requests: RequestStep) -> None:
         self.queue.add(requests, self.chunks)  # type: ignore[arg-type]
 
+    def read(self, part: ChunkPlan, allowed_s: float = 60.0) -> PendingRead:
+        """Have a chunk arrive from now on."""
+        deadline_s = time.perf_counter() + allowed_s
+        arriving = PendingRead(part.keys, deadline_s, Future())
+        self.chunks.arriving[part] = arriving
+        return arriving
+
     def next_pass(self) -> list[SubRequest]:
+        self.queue.take_reads(self.chunks, DaricWorkerMetadata())  # type: ignore[arg-type]
         return self.queue.next_pass(self.limits, self.chunks)  # type: ignore[arg-type]
 
     def complete(self) -> None:
@@ -175,6 +199,55 @@ def test_a_chunk_too_long_for_the_scratch_is_computed_in_place() -> None:
     assert filling.queue.take_filled() == {"a"}
 
 
+def test_windows_wait_for_records_and_other_chunks_do_not() -> None:
+    filling, far = Filling(), chunk(1, 100, 150)
+    arriving = filling.read(far)
+    filling.add(request("a", far, chunk(2, 200, 230), windows=[(10, 20)]))
+    assert filling.run() == [(0, 30)]
+    assert filling.run() == []
+    assert filling.queue.take_filled() == set()
+    arriving.future.set_result([])
+    assert filling.run() == [(10, 20)]
+    assert filling.chunks.placed == [("a", far)]
+    assert filling.queue.take_filled() == {"a"}
+
+
+def test_records_that_are_too_late_are_generated_instead() -> None:
+    filling, far = Filling(), chunk(1, 100, 130)
+    late = filling.read(far, allowed_s=0.0)
+    filling.add(request("a", far, windows=[(10, 20)]))
+    assert filling.run() == [(0, 30)]
+    assert late.future.cancelled()
+    assert filling.run() == [(10, 20)]
+    assert filling.queue.take_filled() == {"a"}
+
+
+def test_nobody_reads_for_a_request_that_ended() -> None:
+    filling, far = Filling(), chunk(1, 100, 130)
+    arriving = filling.read(far)
+    filling.add(request("a", far))
+    filling.queue.drop(["a"])
+    assert arriving.future.cancelled()
+    assert filling.run() == []
+    assert filling.queue.take_filled() == {"a"}
+    assert filling.chunks.placed == []
+
+
+def test_only_a_queue_without_other_work_waits_for_records() -> None:
+    filling, far = Filling(), chunk(1, 100, 130)
+    filling.queue.wait_for_reads(60.0)  # for none: returns
+    filling.read(far)
+    filling.add(request("a", far), request("b", chunk(2, 200, 230)))
+    started_s = time.perf_counter()
+    filling.queue.wait_for_reads(60.0)  # b's chunk can be computed: returns
+    assert filling.run() == [(0, 30)]
+    assert filling.queue.take_filled() == {"b"}
+    assert time.perf_counter() - started_s < 30
+    started_s = time.perf_counter()
+    filling.queue.wait_for_reads(0.05)
+    assert time.perf_counter() - started_s >= 0.05
+
+
 # ----------------------------------------------------------------------------- a step
 
 
@@ -193,6 +266,9 @@ class Passes:
         self.passes.append([sub.token_ids[0] for sub in subs])
         return self.scheduled
 
+    def end(self) -> None:
+        """The last one has run."""
+
 
 @pytest.mark.parametrize(
     ("num_scheduled", "expected"),
@@ -203,7 +279,8 @@ def test_the_queue_never_runs_before_the_steps_own_windows(
     num_scheduled: int, expected: list[list[int]]
 ) -> None:
     """Its requests may attend to the blocks that those fill, by a shared prefix."""
-    mover = SimpleNamespace(exact_records=True, settle=lambda: None)
+    mover = SimpleNamespace(exact_records=True, settle=lambda: None, agree=list)
+    reads = BackgroundReads(lambda keys, _: [None] * len(keys), lambda _: True, Pace())
     plan = StepPlan(
         (
             request("now", windows=[(0, 8)], waits=False),
@@ -213,6 +290,7 @@ def test_the_queue_never_runs_before_the_steps_own_windows(
     passes = Passes(num_scheduled)
     run = StepRun(
         mover,  # type: ignore[arg-type]
+        reads,
         FillQueue(BLOCK_SIZE),
         plan,
         passes,  # type: ignore[arg-type]
@@ -320,3 +398,27 @@ def test_a_damaged_layout_holds_nobody_up_once_it_is_computed(
     side.track(other)
     num_tokens, _ = side.match(other, 16)
     assert num_tokens is not None
+
+
+def test_nobody_waits_for_a_disk_but_the_request_itself(side: SchedulerSide) -> None:
+    """Alone it reads within its step; beside others it waits, unless memory has it."""
+    root = side._view.root("default")
+    keys = segment_keys(root, range(100, 200), 256)
+    side._view.learn(keys[0], root)
+    alone = vllm_request("alone")
+    side.track(alone)
+    assert side.match(alone, 0) == (200, False)
+    ordinary = vllm_request("ordinary", params={})
+    side.track(ordinary)
+    assert side.match(alone, 0) == (200, True)
+    side.finish(ordinary)
+    assert side.match(alone, 0) == (200, False)
+    side.admit(alone, range(25), 200)  # which brings its records to memory
+    side.build_step({"alone": 300}, lambda _: range(25))
+    side.take_report(DaricWorkerMetadata())
+    side.end_step(())
+    other = vllm_request("other")
+    side.track(other)
+    assert side.match(other, 0) == (200, False)
+    side.take_report(DaricWorkerMetadata(demoted={keys[0]}))
+    assert side.match(other, 0) == (200, True)
