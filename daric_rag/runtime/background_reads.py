@@ -1,16 +1,16 @@
 """Reading records beside the engine's steps, and no longer than computing would take.
 
-Records in memory are there at once. Others are read by threads, chunk after chunk in
-the order of the prompts. A chunk has as long as computing it and all before it in its
-request would take; then it is given up and generated like any other miss. So a disk
-that is slower than the engine, or that hangs, costs a request about one chunk's time,
-and nobody has to know beforehand which disk is slow.
+Records in memory are there at once. Others are read by a thread, a few chunks at a time
+in the order of the prompts. They have as long as computing them and all before them in
+their request would take; then they are given up and generated like any other miss. So a
+disk that is slower than the engine, or that hangs, costs a request little more than
+computing it costs anyway, and nobody has to know beforehand which disk is slow.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,25 +25,30 @@ Records = list[Record | None]
 ReadFn = Callable[[Sequence[SegmentKey], Sequence[int]], Records]
 """From segments' keys and lengths in tokens to their records; must not raise."""
 
-# Each reads a chunk's files side by side; the second one is for when the first hangs.
-_NUM_THREADS = 2
+ChunkSegments = tuple[Sequence[SegmentKey], Sequence[int]]
+"""Keys and lengths in tokens of a chunk's segments."""
+
+# Chunks of so many tokens are read at a time, their files side by side.
+_GROUP_LEN = 1024
 # How long closing waits for reads that nobody wants any more.
 _CLOSE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class PendingRead:
-    """Worker process. Records of some segments on their way into memory.
+    """Worker process. A chunk's records on their way into memory.
 
     Attributes:
         keys: The segments, [n].
         deadline_s: When it is given up, of `time.perf_counter`.
-        future: Their records, [n].
+        future: Records of these segments and of others read with them.
+        offset: Of the first of them there.
     """
 
     keys: tuple[SegmentKey, ...]
     deadline_s: float
     future: Future[Records]
+    offset: int = 0
 
     @property
     def is_settled(self) -> bool:
@@ -56,34 +61,41 @@ class PendingRead:
         What is on its way then is finished in its thread, and forgotten.
         """
         if self.future.done() and not self.future.cancelled():
-            return self.future.result()
+            return self.future.result()[self.offset : self.offset + len(self.keys)]
         self.future.cancel()
         return None
 
 
 class BackgroundReads:
-    """Worker process. Starts reads; threads come with the first that needs one.
+    """Worker process. Starts reads; the thread comes with the first that needs one.
+
+    There is one: two would keep each other from the store's index.
 
     Args:
         read: Reads this rank's records; called from any thread.
         is_near: Whether a segment's record is in memory.
         pace: Of computing.
+        on_exit: Called in the thread as it ends, to close what `read` opened there.
     """
 
     def __init__(
-        self, read: ReadFn, is_near: Callable[[SegmentKey], bool], pace: Pace
+        self,
+        read: ReadFn,
+        is_near: Callable[[SegmentKey], bool],
+        pace: Pace,
+        *,
+        on_exit: Callable[[], object] = lambda: None,
     ) -> None:
         self._read, self._is_near, self._pace = read, is_near, pace
-        self._threads: ThreadPoolExecutor | None = None
+        self._on_exit = on_exit
+        self._thread: ThreadPoolExecutor | None = None
         self._running: set[Future[Records]] = set()
 
-    def start(
-        self, chunks: Sequence[tuple[Sequence[SegmentKey], Sequence[int]]]
-    ) -> list[PendingRead]:
+    def start(self, chunks: Sequence[ChunkSegments]) -> list[PendingRead]:
         """Begin to read a request's chunks.
 
         Args:
-            chunks: Keys and lengths in tokens of each chunk's segments, by position.
+            chunks: By position.
 
         Returns:
             One read per chunk; those of records in memory are settled.
@@ -91,23 +103,46 @@ class BackgroundReads:
         started_s = time.perf_counter()
         num_tokens = 0
         reads: list[PendingRead] = []
-        for keys, lens in chunks:
-            num_tokens += sum(lens)
+        for group in self._groups(chunks):
+            num_tokens += sum(sum(lens) for _, lens in group)
             deadline_s = started_s + self._pace.allowance_s(num_tokens)
-            future = self._submit(keys, lens)
-            reads.append(PendingRead(tuple(keys), deadline_s, future))
+            future = self._submit(
+                [key for keys, _ in group for key in keys],
+                [length for _, lens in group for length in lens],
+            )
+            offset = 0
+            for keys, _ in group:
+                reads.append(PendingRead(tuple(keys), deadline_s, future, offset))
+                offset += len(keys)
         return reads
 
     def close(self) -> None:
         """Drop what has not begun; wait a little for what has."""
-        threads, self._threads = self._threads, None
-        if threads is None:
+        thread, self._thread = self._thread, None
+        if thread is None:
             return
         running = list(self._running)  # which shrinks meanwhile
         for future in running:
             future.cancel()
+        thread.submit(self._on_exit)
         _, hanging = wait(running, _CLOSE_TIMEOUT_S)
-        threads.shutdown(wait=not hanging, cancel_futures=True)
+        thread.shutdown(wait=not hanging)
+
+    def _groups(self, chunks: Sequence[ChunkSegments]) -> Iterator[list[ChunkSegments]]:
+        """Put together what is read at a time; nothing joins what is in memory."""
+        group: list[ChunkSegments] = []
+        num_tokens, was_near = 0, False
+        for chunk in chunks:
+            keys, lens = chunk
+            near = all(map(self._is_near, keys))
+            if group and (near or was_near or num_tokens + sum(lens) > _GROUP_LEN):
+                yield group
+                group, num_tokens = [], 0
+            group.append(chunk)
+            num_tokens += sum(lens)
+            was_near = near
+        if group:
+            yield group
 
     def _submit(
         self, keys: Sequence[SegmentKey], lens: Sequence[int]
@@ -123,11 +158,9 @@ class BackgroundReads:
     def _submit_to_thread(
         self, keys: Sequence[SegmentKey], lens: Sequence[int]
     ) -> Future[Records]:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(
-                _NUM_THREADS, thread_name_prefix="daric-load"
-            )
-        future = self._threads.submit(self._read, keys, lens)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="daric-load")
+        future = self._thread.submit(self._read, keys, lens)
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         return future

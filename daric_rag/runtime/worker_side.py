@@ -119,7 +119,12 @@ class WorkerSide:
             ranks=self._ranks,
             agree=self._agree,
         )
-        self._reads = BackgroundReads(self._mover.read, self._mover.is_near, self._pace)
+        self._reads = BackgroundReads(
+            self._mover.read,
+            self._mover.is_near,
+            self._pace,
+            on_exit=self.store.close_thread,
+        )
 
     def cached_keys_of(self, token_ids: Sequence[int], run_pass: RunPass) -> Tensor:
         """Run a few tokens on their own and return the keys they left in the cache.

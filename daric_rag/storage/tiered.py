@@ -275,6 +275,11 @@ class TieredStore:
         if self.disk is not None:
             self.disk.flush()
 
+    def close_thread(self) -> None:
+        """Release what reading holds in the calling thread; it may read again."""
+        if self.disk is not None:
+            self.disk.close_thread()
+
     def close(self) -> None:
         """Flush, then release threads, files and memory. Harmless when repeated."""
         self._closed = True

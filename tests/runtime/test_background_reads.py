@@ -32,14 +32,21 @@ class Disk:
         pace = Pace()
         if token_s is not None:
             pace.note(1000, 1000 * token_s)
-        self.reads = BackgroundReads(self.read, lambda key: key[0] <= 100, pace)
+        self.exits: list[str] = []
+        self.reads = BackgroundReads(
+            self.read,
+            lambda key: key[0] <= 100,
+            pace,
+            on_exit=lambda: self.exits.append(threading.current_thread().name),
+        )
 
     def read(self, wanted: Sequence[SegmentKey], lens: Sequence[int]) -> Records:
         self.threads[tuple(wanted)] = threading.current_thread().name
         self.order.append(wanted[0][0])
         if wanted[0][0] > 100:
             assert self.go.acquire(timeout=30)
-        return [None] * len(lens)
+        assert len(wanted) == len(lens)
+        return list(wanted)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -61,12 +68,12 @@ def test_memory_is_read_at_once_and_here(disk_of: Callable[..., Disk]) -> None:
     disk = disk_of()
     near, mixed = disk.reads.start([(keys(1, 2), [5, 5]), (keys(103, 3), [5, 5])])
     assert near.is_settled
-    assert near.take() == [None, None]
+    assert near.take() == list(keys(1, 2))
     assert disk.threads[keys(1, 2)] == threading.current_thread().name
     assert not mixed.is_settled
     disk.go.release()
     wait_for_all([near, mixed])
-    assert mixed.take() == [None, None]
+    assert mixed.take() == list(keys(103, 3))
     assert disk.threads[keys(103, 3)].startswith("daric-load")
 
 
@@ -75,29 +82,48 @@ def test_a_read_has_as_long_as_computing_it_and_all_before_it(
 ) -> None:
     disk = disk_of(token_s=0.01)
     before_s = time.perf_counter()
-    first, second = disk.reads.start([(keys(101), [100]), (keys(102), [50])])
-    assert first.deadline_s - before_s == pytest.approx(0.25 + 1.0, abs=0.1)
-    assert second.deadline_s - first.deadline_s == pytest.approx(0.5)
+    chunks = [(keys(number), [600]) for number in (101, 102, 1, 103)]
+    first, second, _, third = disk.reads.start(chunks)
+    assert first.deadline_s - before_s == pytest.approx(0.25 + 6.0, abs=0.1)
+    assert second.deadline_s - first.deadline_s == pytest.approx(6.0)
+    assert third.deadline_s - second.deadline_s == pytest.approx(12.0)
+
+
+def test_short_chunks_are_read_together(disk_of: Callable[..., Disk]) -> None:
+    disk = disk_of()
+    names = [(101, 102), (103,), (1,), (2,), (104,), (105,)]
+    lens = [300, 400, 100, 100, 1000, 100]
+    reads = disk.reads.start(
+        [
+            (keys(*name), [length // len(name)] * len(name))
+            for name, length in zip(names, lens, strict=True)
+        ]
+    )
+    disk.go.release(100)
+    wait_for_all(reads)
+    assert [number for number in disk.order if number > 100] == [101, 104, 105]
+    assert [number for number in disk.order if number < 100] == [1, 2]
+    assert [read.take() for read in reads] == [
+        [SegmentKey(bytes([number]) * 32) for number in name] for name in names
+    ]
 
 
 def test_a_late_read_is_given_up(disk_of: Callable[..., Disk]) -> None:
     disk = disk_of(token_s=1e-6)
-    hanging, queued, other = disk.reads.start(
-        [(keys(101), [1]), (keys(102), [1]), (keys(103), [1])]
-    )
-    wait_for_all([hanging, queued, other])
+    hanging, queued = disk.reads.start([(keys(101), [600]), (keys(102), [600])])
+    wait_for_all([hanging, queued])
     assert hanging.is_settled
     assert hanging.take() is None
-    assert other.take() is None
+    assert queued.take() is None
     # What had not begun never does.
     disk.go.release(3)
     disk.reads.close()
-    assert disk.order == [101, 102]
+    assert disk.order == [101]
 
 
 def test_waiting_for_any(disk_of: Callable[..., Disk]) -> None:
     disk = disk_of()
-    reads = disk.reads.start([(keys(101), [1]), (keys(102), [1])])
+    reads = disk.reads.start([(keys(101), [600]), (keys(102), [600])])
     started_s = time.perf_counter()
     wait_for_any(reads, 0.05)
     assert time.perf_counter() - started_s >= 0.05
@@ -112,11 +138,12 @@ def test_closing_does_not_wait_for_what_has_not_begun(
     disk_of: Callable[..., Disk],
 ) -> None:
     disk = disk_of()
-    reads = disk.reads.start([(keys(101 + i), [1]) for i in range(5)])
-    threading.Timer(0.05, disk.go.release, [2]).start()
+    reads = disk.reads.start([(keys(101 + i), [600]) for i in range(3)])
+    threading.Timer(0.05, disk.go.release).start()
     disk.reads.close()
-    assert [read.future.cancelled() for read in reads] == [False] * 2 + [True] * 3
-    assert len(disk.order) == 2
+    assert [read.future.cancelled() for read in reads] == [False, True, True]
+    assert disk.order == [101]
+    assert disk.exits == ["daric-load_0"]
 
 
 # ------------------------------------------------------------------------------ pace
