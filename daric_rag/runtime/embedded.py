@@ -45,7 +45,8 @@ class EmbeddedEngine:
             to keep documents in host memory only.
         config: Layout, selection and capacities.
         **vllm_options: Fields of vLLM's ``EngineArgs``, such as ``max_model_len``,
-            ``dtype`` or ``kv_cache_memory_bytes``.
+            ``dtype`` or ``kv_cache_memory_bytes``. With
+            ``scheduling_policy="priority"`` requests may have priorities.
 
     Raises:
         ConfigError: An option is unknown or refused.
@@ -82,6 +83,7 @@ class EmbeddedEngine:
         self.max_model_len = facts.max_model_len
         self.block_size = facts.block_size
         self._vocab_size = facts.vocab_size
+        self._scheduling_policy = facts.scheduling_policy
         try:
             self._processor = InputProcessor(
                 facts.tokenizer,
@@ -113,12 +115,12 @@ class EmbeddedEngine:
         self, prompts: Sequence[Prompt], **options: Any
     ) -> list[Completion]:
         """Answer several prompts, batched by the engine; in their order."""
-        checked = _options(options)
+        checked = self._options(options)
         return self._complete([self._submission(prompt, checked) for prompt in prompts])
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[Delta]:
         """Answer one prompt piece by piece; closing the iterator aborts."""
-        submission = self._submission(prompt, _options(options))
+        submission = self._submission(prompt, self._options(options))
         sink: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
         return DeltaIterator(self._submit(submission, sink.put), sink.get)
 
@@ -132,7 +134,7 @@ class EmbeddedEngine:
     async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Delta]:
         """Answer one prompt piece by piece, concurrently with others."""
         loop = asyncio.get_running_loop()
-        checked = _options(options)
+        checked = self._options(options)
         # Tokenising a long prompt takes milliseconds that others should not wait for.
         submission = await loop.run_in_executor(None, self._submission, prompt, checked)
         sink: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
@@ -212,6 +214,22 @@ class EmbeddedEngine:
                 handle.abort()
             raise
 
+    def _options(self, options: dict[str, Any]) -> GenerationOptions:
+        known = GenerationOptions.__dataclass_fields__
+        for name in options:
+            if name not in known:
+                raise ConfigError(
+                    f"{name!r} is not a generation option; known: {', '.join(known)}"
+                )
+        checked = GenerationOptions(**options)
+        if checked.priority and self._scheduling_policy != "priority":
+            raise ConfigError(
+                f"priority is {checked.priority} and this engine schedules requests "
+                f"as they come; open it with EmbeddedEngine(..., "
+                f'scheduling_policy="priority")'
+            )
+        return checked
+
     def _submission(self, prompt: Prompt, options: GenerationOptions) -> Submission:
         return self._finish(self._processor.layout(prompt), options)
 
@@ -244,16 +262,6 @@ class EmbeddedEngine:
         stream = RequestStream(submission, put)
         self._loop.submit(stream)
         return stream
-
-
-def _options(options: dict[str, Any]) -> GenerationOptions:
-    known = GenerationOptions.__dataclass_fields__
-    for name in options:
-        if name not in known:
-            raise ConfigError(
-                f"{name!r} is not a generation option; known: {', '.join(known)}"
-            )
-    return GenerationOptions(**options)
 
 
 def _checked(item: Delta | BaseException) -> Delta:

@@ -20,6 +20,7 @@ from daric_rag.runtime.vllm_api import (
     RequestOutputKind,
     SamplingParams,
     VLLMClientError,
+    answer_request_id,
     has_cleanup,
     reuse_of_aborted,
     tokens_input,
@@ -39,6 +40,7 @@ class EngineFacts:
         max_model_len: Most tokens of prompt and answer together.
         block_size: Tokens per KV block.
         vocab_size: Token ids lie below it.
+        scheduling_policy: ``"fcfs"`` or ``"priority"``.
     """
 
     engine: Any
@@ -46,6 +48,7 @@ class EngineFacts:
     max_model_len: int
     block_size: int
     vocab_size: int
+    scheduling_policy: str
 
 
 _Command = Callable[[], None]
@@ -190,11 +193,14 @@ class EngineLoop:
         stream = self._streams.get(output.request_id)
         if stream is None:
             return
-        if output.finished and output.kv_transfer_params is None:
+        part = output.outputs[0]
+        if part.finish_reason is not None and output.kv_transfer_params is None:
             # Ended by a stop string: vLLM's front end saw it, told its core to abort,
             # and has nothing of what the core says at an ordinary end.
+            num_answers = stream.submission.options.n
             output.kv_transfer_params = reuse_of_aborted(
-                self.facts.engine, stream.engine_request_id
+                self.facts.engine,
+                answer_request_id(stream.engine_request_id, part.index, num_answers),
             )
         stream.feed(output)
         if output.finished:
@@ -223,14 +229,20 @@ class EngineLoop:
             params.extra_args = {"kv_transfer_params": encode_request(submission.wire)}
             salt = salt_of(submission.wire)
         prompt = tokens_input(list(submission.layout.token_ids), cache_salt=salt)
-        return str(self.facts.engine.add_request(request_id, prompt, params))
+        return str(
+            self.facts.engine.add_request(
+                request_id, prompt, params, priority=submission.options.priority
+            )
+        )
 
     def _abort(self, request_id: str) -> None:
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             # Somebody may wait for it in another thread.
             stream.fail(EngineClosedError("the request was aborted by its client"))
-            self.facts.engine.abort_request([request_id])
+            # By vLLM's own id: by ours, it would keep what ties several answers
+            # together for good.
+            self.facts.engine.abort_request([stream.engine_request_id], internal=True)
 
     def _end_streams(self) -> None:
         error: DaricError = EngineClosedError(
@@ -260,6 +272,7 @@ class EngineLoop:
 
 def _sampling_params(options: GenerationOptions) -> SamplingParams:
     return SamplingParams(
+        n=options.n,
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         top_p=options.top_p,

@@ -63,6 +63,8 @@ class PendingSaves:
     ) -> list[SaveStep]:
         """Return the work of saving a first chunk's segments from where they lie.
 
+        What another request saves in this step is left to it.
+
         Args:
             tracked: An admitted request; what is returned is not `unsaved` any more.
             num_computed: Its tokens that are computed at the end of the step.
@@ -76,7 +78,11 @@ class PendingSaves:
             return []
         tracked.unsaved = [save for save in tracked.unsaved if save.end > done]
         blocks = tuple(block_ids_of())
-        return [self._save_step(tracked, tracked.plan, save, blocks) for save in ready]
+        return [
+            self._save_step(tracked, tracked.plan, save, blocks)
+            for save in ready
+            if not self._is_saved_in_place(tracked.plan.first_keys[save.index])
+        ]
 
     def take_saved(self, keys: Iterable[SegmentKey], view: StoreView) -> None:
         """The store has these: the view learns them, and their owners' counts grow."""
@@ -125,6 +131,9 @@ class PendingSaves:
             )
             document = DocumentInfo.of(ids, plan.first_title, namespace)
         return SaveStep(key, parent, save.index, save.start, save.end, document, blocks)
+
+    def _is_saved_in_place(self, key: SegmentKey) -> bool:
+        return key in self._segments and self._segments[key].owner is not None
 
     def _find(self, key: SegmentKey) -> _Pending | None:
         for segments in (self._segments, *self._waiting.values()):
