@@ -23,6 +23,7 @@ from daric_rag.runtime.scratch import ScratchBlocks
 from daric_rag.runtime.step_builder import SubRequest
 from daric_rag.runtime.step_run import StepRun
 from daric_rag.runtime.store_view import StoreView
+from daric_rag.selection import ReuseMode
 from daric_rag.steps import Limits, RequestStep, StepPlan
 from daric_rag.wire import RequestWire, encode_request, salt_of
 
@@ -319,10 +320,10 @@ class Pool:
         """Nobody counts them."""
 
 
-def conversation(*ends: int) -> RequestWire:
+def conversation(*ends: int, mode: ReuseMode = "daric") -> RequestWire:
     """A prompt of a conversation, whose prompts share blocks."""
     reusable = (True,) * (len(ends) - 1) + (False,)
-    return RequestWire(ends, reusable, "daric", DaricConfig(), conversation="c")
+    return RequestWire(ends, reusable, mode, DaricConfig(), conversation="c")
 
 
 SHORT, LONG = conversation(100, 200, 300), conversation(100, 200, 300, 420, 500)
@@ -382,6 +383,27 @@ def test_two_preempted_requests_do_not_wait_for_each_other(
     side.build_step({}, lambda _: ())
     num_tokens, _ = side.match(front, 288)
     assert num_tokens is not None
+
+
+def test_a_chunk_that_may_be_lost_waits_for_the_blocks_before_it(
+    side: SchedulerSide,
+) -> None:
+    """It would be computed in place, over blocks that another one is still filling."""
+    short = conversation(100, 200, 300, mode="full_reuse")
+    behind = vllm_request("behind", short)
+    side.track(behind)
+    num_tokens, _ = side.match(behind, 0)
+    assert num_tokens is not None
+    side.admit(behind, range(25), num_tokens)
+    side.build_step({"behind": 290}, lambda _: range(25))
+    side.end_step(())
+    front = vllm_request(
+        "front", conversation(100, 200, 300, 420, 500, mode="full_reuse")
+    )
+    side.track(front)
+    assert side.match(front, 288) == (None, False)
+    side.build_step({"behind": 300}, lambda _: range(25))
+    assert side.match(front, 288) == (132, False)
 
 
 def test_a_damaged_layout_holds_nobody_up_once_it_is_computed(
