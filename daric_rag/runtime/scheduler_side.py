@@ -17,7 +17,12 @@ from daric_rag.runtime.metrics import DaricStats
 from daric_rag.runtime.pending_saves import PendingSaves
 from daric_rag.runtime.scratch import ScratchBlocks
 from daric_rag.runtime.store_view import StoreView
-from daric_rag.runtime.tracking import TrackedRequest, why_not_reused
+from daric_rag.runtime.tracking import (
+    TrackedRequest,
+    awaits_twin,
+    reads_unfilled_blocks,
+    why_not_reused,
+)
 from daric_rag.selection import total_len
 from daric_rag.steps import Limits, RequestStep, SaveStep, StepPlan
 from daric_rag.wire import RequestWire, decode_request
@@ -78,7 +83,8 @@ class SchedulerSide:
 
         vLLM asks in the order of its queue. It goes on to the next request when one
         is told to wait; then those behind wait as well, ordinary ones too, so that
-        none is ever overtaken for good.
+        none is ever overtaken for good. One that waits for its twin's blocks is, until
+        they are filled.
 
         Returns:
             Tokens that it may count as computed beyond them, None to be asked again
@@ -93,6 +99,10 @@ class SchedulerSide:
             return None, False
         if tracked is None or tracked.wire is None or tracked.reason:
             return 0, False
+        filling = (self._tracked.get(req_id) for req_id in self._filling)
+        if awaits_twin(tracked, request.prompt_token_ids, filling):
+            # Nobody behind it has to wait for that.
+            return None, False
         plan = None
         if not self._admission.has_backlog:
             plan = self._plan(tracked.wire, request, gpu_prefix_len)
@@ -260,24 +270,8 @@ class SchedulerSide:
         has_room = not chunk_lens or self._pool.has_room(
             num_tokens, chunk_lens, asynchronous=tracked.asynchronous
         )
-        return has_room and not self._reads_unfilled_blocks(tracked, plan)
-
-    def _reads_unfilled_blocks(
-        self, tracked: TrackedRequest, plan: RequestPlan
-    ) -> bool:
-        """Whether a request's early windows attend to blocks that are not filled yet.
-
-        They may run in passes of their own, before the pass in which another request
-        fills the blocks. That needs the same salt, and a shared prefix that reaches
-        into the other's last window.
-        """
-        # A lost chunk may become a window.
-        return bool(plan.early_windows or plan.chunks) and any(
-            other.in_prefill
-            and other is not tracked
-            and other.salt == tracked.salt
-            and plan.gpu_prefix_len > other.filled_from
-            for other in self._tracked.values()
+        return has_room and not reads_unfilled_blocks(
+            tracked, plan, self._tracked.values()
         )
 
     def _ready_saves(
