@@ -21,6 +21,7 @@ from daric_rag.runtime.scratch import ScratchBlocks
 from daric_rag.runtime.store_view import StoreView
 from daric_rag.runtime.tracking import (
     TrackedRequest,
+    awaits_twin,
     reads_unfilled_blocks,
     why_not_reused,
 )
@@ -87,7 +88,8 @@ class SchedulerSide:
 
         vLLM asks in the order of its queue. It goes on to the next request when one
         is told to wait; then those behind wait as well, ordinary ones too, so that
-        none is ever overtaken for good.
+        none is ever overtaken for good. One that waits for its twin's blocks is, until
+        they are filled.
 
         Returns:
             Tokens that it may count as computed beyond them, None to be asked again
@@ -102,6 +104,10 @@ class SchedulerSide:
             return None, False
         if tracked is None or tracked.wire is None or tracked.reason:
             return 0, False
+        filling = (self._tracked.get(req_id) for req_id in self._filling)
+        if awaits_twin(tracked, request.prompt_token_ids, filling):
+            # Nobody behind it has to wait for that.
+            return None, False
         plan = None
         if not self._admission.has_backlog:
             plan = self._plan(tracked.wire, request, gpu_prefix_len)

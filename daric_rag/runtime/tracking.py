@@ -17,6 +17,7 @@ from daric_rag.wire import RequestWire, encode_reuse, salt_of
 __all__ = [
     "TrackedRequest",
     "answer_params",
+    "awaits_twin",
     "reads_unfilled_blocks",
     "reuse_stats",
     "why_not_reused",
@@ -100,10 +101,31 @@ def why_not_reused(wire: RequestWire, request: Any) -> str:
     return ""
 
 
-def reads_unfilled_blocks(
-    tracked: TrackedRequest, plan: RequestPlan, everybody: Iterable[TrackedRequest]
+def awaits_twin(
+    tracked: TrackedRequest,
+    token_ids: Sequence[int],
+    filling: Iterable[TrackedRequest | None],
 ) -> bool:
-    """Whether a request's early windows attend to blocks that are not filled yet.
+    """Return whether the blocks of the same prompt are being filled already.
+
+    Several answers to one prompt begin like that. Once the first one's blocks are
+    filled, the prefix cache has them for the others.
+
+    Args:
+        tracked: The request.
+        token_ids: Its prompt.
+        filling: Asynchronous requests that the worker side is not done with.
+    """
+    return any(
+        twin is not None and twin.salt == tracked.salt and twin.token_ids == token_ids
+        for twin in filling
+    )
+
+
+def reads_unfilled_blocks(
+    tracked: TrackedRequest, plan: RequestPlan, others: Iterable[TrackedRequest]
+) -> bool:
+    """Return whether a request's early windows attend to blocks not filled yet.
 
     They may run in passes of their own, before the pass in which another request fills
     the blocks. That needs the same salt, and a shared prefix that reaches into the
@@ -115,7 +137,7 @@ def reads_unfilled_blocks(
         and other is not tracked
         and other.salt == tracked.salt
         and plan.gpu_prefix_len > other.filled_from
-        for other in everybody
+        for other in others
     )
 
 

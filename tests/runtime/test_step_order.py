@@ -344,8 +344,7 @@ def vllm_request(
     )
 
 
-@pytest.fixture
-def side() -> SchedulerSide:
+def scheduler_side(pass_len: int) -> SchedulerSide:
     view = StoreView(
         lambda _: ROOT,
         probe=lambda _: False,
@@ -353,9 +352,14 @@ def side() -> SchedulerSide:
         segment_bytes=1 << 10,
         max_segment_len=256,
     )
-    made = SchedulerSide(DaricConfig(), view, Limits(4096, 8))
-    made.bind_scratch(ScratchBlocks(Pool(), BLOCK_SIZE, 4096))
+    made = SchedulerSide(DaricConfig(), view, Limits(pass_len, 8))
+    made.bind_scratch(ScratchBlocks(Pool(), BLOCK_SIZE, pass_len))
     return made
+
+
+@pytest.fixture
+def side() -> SchedulerSide:
+    return scheduler_side(4096)
 
 
 def start(side: SchedulerSide, name: str, prefix: int, after: int) -> Any:
@@ -444,3 +448,50 @@ def test_nobody_waits_for_a_disk_but_the_request_itself(side: SchedulerSide) -> 
     assert side.match(other, 0) == (200, False)
     side.take_report(DaricWorkerMetadata(demoted={keys[0]}))
     assert side.match(other, 0) == (200, True)
+
+
+@pytest.fixture
+def filling() -> SchedulerSide:
+    """One request waits until its blocks are filled: it does not fit into a step."""
+    side = scheduler_side(512)
+    first = vllm_request("first")
+    side.track(first)
+    num_tokens, waits = side.match(first, 0)
+    assert num_tokens is not None
+    assert waits
+    side.admit(first, range(25), num_tokens)
+    side.build_step({}, lambda _: ())
+    side.end_step(())
+    return side
+
+
+def test_a_twin_waits_until_the_blocks_are_filled(filling: SchedulerSide) -> None:
+    """Then it has them from the prefix cache, and nothing to wait for."""
+    twin = vllm_request("twin")
+    filling.track(twin)
+    assert filling.match(twin, 0) == (None, False)
+    filling.end_step(["first"])
+    num_tokens, waits = filling.match(twin, 288)
+    assert num_tokens is not None
+    assert not waits
+
+
+def test_a_twin_waits_for_no_request_that_ended(filling: SchedulerSide) -> None:
+    twin = vllm_request("twin")
+    filling.track(twin)
+    filling.finish(SimpleNamespace(request_id="first"))
+    num_tokens, _ = filling.match(twin, 0)
+    assert num_tokens is not None
+
+
+def test_nobody_waits_behind_a_waiting_twin(filling: SchedulerSide) -> None:
+    """Neither ordinary requests nor other prompts of the same salt."""
+    twin, other = vllm_request("twin"), vllm_request("other")
+    other.prompt_token_ids = other.prompt_token_ids[::-1]
+    ordinary = vllm_request("ordinary", params={})
+    for behind in (twin, other, ordinary):
+        filling.track(behind)
+    assert filling.match(twin, 0) == (None, False)
+    assert filling.match(ordinary, 0) == (0, False)
+    num_tokens, _ = filling.match(other, 0)
+    assert num_tokens is not None
