@@ -28,6 +28,7 @@ __all__ = [
     "SplitKv",
     "WriteSlots",
     "block_pieces",
+    "slots_of",
 ]
 
 WriteSlots = Callable[[int, Tensor, Tensor, Tensor], None]
@@ -36,7 +37,13 @@ WriteSlots = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 class KvLayout(Protocol):
-    """Worker process. Moves tokens between blocks and records."""
+    """Worker process. Moves tokens between blocks and records.
+
+    Attributes:
+        block_size: Tokens per block.
+    """
+
+    block_size: int
 
     def scatter(
         self, keys: Tensor, values: Tensor, block_ids: Sequence[int], start: int
@@ -57,6 +64,18 @@ class KvLayout(Protocol):
         """Read the same positions into `keys` and `values`, which are mutated."""
         ...
 
+    def read_slots(self, layer: int, slots: Tensor) -> Tensor:
+        """Return one layer's K and V at some slots.
+
+        Args:
+            layer: Its index.
+            slots: int64 ``[num_tokens]``, on the cache's device.
+
+        Returns:
+            ``[2, num_tokens, num_kv_heads, head_dim]``, contiguous, nobody else's.
+        """
+        ...
+
 
 def block_pieces(
     start: int, end: int, block_size: int
@@ -72,6 +91,17 @@ def block_pieces(
         num_tokens = min(end - position, block_size - inside)
         yield position - start, num_tokens, index, inside
         position += num_tokens
+
+
+def slots_of(
+    block_ids: Sequence[int], start: int, end: int, block_size: int
+) -> list[int]:
+    """Return the slots of positions [start, end) of a block table."""
+    slots: list[int] = []
+    for _, num_tokens, index, inside in block_pieces(start, end, block_size):
+        first = block_ids[index] * block_size + inside
+        slots.extend(range(first, first + num_tokens))
+    return slots
 
 
 def _stacked(layers: Sequence[Tensor]) -> list[Tensor]:
@@ -139,6 +169,17 @@ class PackedKv:
             target_k.copy_(block_k)
             target_v.copy_(block_v)
 
+    def read_slots(self, layer: int, slots: Tensor) -> Tensor:
+        """See `KvLayout.read_slots`."""
+        blocks, inside = slots // self.block_size, slots % self.block_size
+        first, cache_k, cache_v = next(
+            (layers.start, keys, values)
+            for layers, keys, values in self._groups
+            if layers.start <= layer < layers.stop
+        )
+        caches = cache_k[layer - first], cache_v[layer - first]
+        return torch.stack([cache[blocks, inside] for cache in caches])
+
     def _pieces(
         self, keys: Tensor, values: Tensor, block_ids: Sequence[int], start: int
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -186,6 +227,12 @@ class SplitKv:
             keys[index].copy_(tokens[..., : self._head_dim])
             values[index].copy_(tokens[..., self._head_dim :])
 
+    def read_slots(self, layer: int, slots: Tensor) -> Tensor:
+        """See `KvLayout.read_slots`."""
+        blocks, inside = slots // self.block_size, slots % self.block_size
+        tokens = self._layers[layer][blocks, :, inside]
+        return torch.stack(tokens.split(self._head_dim, dim=-1))
+
     def _index(
         self, block_ids: Sequence[int], start: int, num_tokens: int
     ) -> tuple[Tensor, Tensor]:
@@ -225,12 +272,7 @@ class PermutedKv:
     ) -> None:
         """See `KvLayout.scatter`."""
         size = self.block_size
-        slots = torch.tensor(
-            [
-                block_ids[position // size] * size + position % size
-                for position in range(start, start + keys.shape[1])
-            ]
-        )
+        slots = torch.tensor(slots_of(block_ids, start, start + keys.shape[1], size))
         for layer in range(len(self._layers)):
             self._write_slots(
                 layer, keys[layer].contiguous(), values[layer].contiguous(), slots
@@ -247,3 +289,11 @@ class PermutedKv:
                 tokens_k, tokens_v = raw[self._permutation]
                 keys[layer, offset : offset + num] = tokens_k[inside : inside + num]
                 values[layer, offset : offset + num] = tokens_v[inside : inside + num]
+
+    def read_slots(self, layer: int, slots: Tensor) -> Tensor:
+        """See `KvLayout.read_slots`."""
+        blocks, inside = slots // self.block_size, slots % self.block_size
+        raw = self._layers[layer][blocks].flatten(1)
+        tokens = torch.arange(len(slots), device=slots.device)[:, None, None]
+        # [num_tokens, 1, 1] and [2, num_tokens, num_kv_heads, head_dim].
+        return raw[tokens, self._permutation[:, inside]]
