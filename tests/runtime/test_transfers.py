@@ -60,7 +60,7 @@ class Setting:
         self._seed = 0
 
     def blocks_of(self, streams: WatchedStreams) -> WatchedBlocks:
-        return WatchedBlocks(streams, block_size=BLOCK, dtype=self.shape.dtype)
+        return WatchedBlocks(streams, self.shape, block_size=BLOCK)
 
     def access(self, blocks: WatchedBlocks) -> KvAccess:
         inv_freq = tuple(0.1**pair for pair in range(HEAD_DIM // 2))

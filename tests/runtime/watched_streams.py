@@ -9,13 +9,14 @@ An event has happened once the host has waited for it or for something after it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
 
-from daric_rag.runtime.kv_layout import SplitKv, slots_of
+from daric_rag.runtime.kv_layout import KvLayout, SplitKv, slots_of
+from daric_rag.runtime.kv_tensors import KvShape
 
 HOST, ENGINE, LOAD, SAVE = "host", "engine", "load", "save"
 
@@ -55,7 +56,9 @@ class WatchedStreams:
         self.is_locked = is_locked
         self.current = ENGINE
         self.clocks: dict[str, Clock] = defaultdict(lambda: defaultdict(int))
-        self._work: dict[Hashable, list[tuple[str, int, bool]]] = defaultdict(list)
+        # Of each slot, when each stream last read and wrote it.
+        self._read: dict[tuple[int, int], Clock] = defaultdict(dict)
+        self._written: dict[tuple[int, int], Clock] = defaultdict(dict)
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
@@ -91,56 +94,73 @@ class WatchedStreams:
         """Whether the host knows that all of a stream's work is done."""
         return self.clocks[HOST][stream] == self.clocks[stream][stream]
 
-    def touch(self, what: Iterable[Hashable], *, write: bool) -> None:
-        """Work of the current stream on some slots."""
-        clock = self.now()
-        for key in what:
-            for stream, time, wrote in self._work[key]:
-                if (write or wrote) and clock[stream] < time:
-                    raise Race(f"{key}: {self.current} may overtake {stream}")
-            self._work[key].append((self.current, clock[self.current], write))
+    def touch_slots(self, layer: int, slots: Tensor, *, write: bool) -> None:
+        """Work of the current stream on some slots of a layer."""
+        clock = dict(self.now())
+        mine = self._written if write else self._read
+        for slot in slots.tolist():
+            key = (layer, slot)
+            for others in (self._written, self._read) if write else (self._written,):
+                for stream, time in others[key].items():
+                    if clock.get(stream, 0) < time:
+                        raise Race(f"{key}: {self.current} may overtake {stream}")
+            mine[key][self.current] = clock[self.current]
 
 
-class WatchedBlocks:
-    """Blocks as GPU kernels lay them out. See `KvLayout` and `WriteSlots`."""
+class WatchedLayout:
+    """A `KvLayout` whose use is watched."""
+
+    def __init__(
+        self, streams: WatchedStreams, layout: KvLayout, num_layers: int
+    ) -> None:
+        self._streams, self._layout, self._num_layers = streams, layout, num_layers
+        self.block_size = layout.block_size
+
+    def scatter(
+        self, keys: Tensor, values: Tensor, block_ids: Sequence[int], start: int
+    ) -> None:
+        self._touch_all(block_ids, start, start + keys.shape[1], write=True)
+        self._layout.scatter(keys, values, block_ids, start)
+
+    def gather(
+        self, keys: Tensor, values: Tensor, block_ids: Sequence[int], start: int
+    ) -> None:
+        self._touch_all(block_ids, start, start + keys.shape[1], write=False)
+        self._layout.gather(keys, values, block_ids, start)
+
+    def read_slots(self, layer: int, slots: Tensor) -> Tensor:
+        self._streams.touch_slots(layer, slots, write=False)
+        return self._layout.read_slots(layer, slots)
+
+    def _touch_all(
+        self, block_ids: Sequence[int], start: int, end: int, *, write: bool
+    ) -> None:
+        slots = torch.tensor(slots_of(block_ids, start, end, self.block_size))
+        for layer in range(self._num_layers):
+            self._streams.touch_slots(layer, slots, write=write)
+
+
+class WatchedBlocks(WatchedLayout):
+    """Blocks as GPU kernels lay them out, and their operator `write_slots`."""
 
     def __init__(
         self,
         streams: WatchedStreams,
+        shape: KvShape,
         *,
-        num_layers: int = 3,
         num_blocks: int = 40,
-        num_heads: int = 2,
         block_size: int = 4,
-        head_dim: int = 8,
-        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        shape = (num_layers, num_blocks, num_heads, block_size, 2 * head_dim)
-        self.layers = list(torch.zeros(shape, dtype=dtype))
-        self.streams, self.block_size = streams, block_size
-        self._split = SplitKv(self.layers, head_dim)
-
-    def scatter(
-        self, keys: Tensor, values: Tensor, block_ids: list[int], start: int
-    ) -> None:
-        self._split.scatter(keys, values, block_ids, start)
-
-    def gather(
-        self, keys: Tensor, values: Tensor, block_ids: list[int], start: int
-    ) -> None:
-        slots = slots_of(block_ids, start, start + keys.shape[1], self.block_size)
-        for layer in range(len(self.layers)):
-            self.streams.touch(((layer, slot) for slot in slots), write=False)
-        self._split.gather(keys, values, block_ids, start)
-
-    def read_slots(self, layer: int, slots: Tensor) -> Tensor:
-        self.streams.touch(((layer, slot) for slot in slots.tolist()), write=False)
-        return self._split.read_slots(layer, slots)
+        size = (num_blocks, shape.num_kv_heads, block_size, 2 * shape.head_dim)
+        self.layers = list(torch.zeros((shape.num_layers, *size), dtype=shape.dtype))
+        super().__init__(
+            streams, SplitKv(self.layers, shape.head_dim), len(self.layers)
+        )
 
     def write_slots(
         self, layer: int, keys: Tensor, values: Tensor, slots: Tensor
     ) -> None:
-        self.streams.touch(((layer, slot) for slot in slots.tolist()), write=True)
+        self._streams.touch_slots(layer, slots, write=True)
         both = torch.cat((keys, values), dim=-1)
         size = self.block_size
         self.layers[layer][slots // size, :, slots % size] = both
