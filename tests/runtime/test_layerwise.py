@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from daric_rag.errors import EngineError
 from daric_rag.runtime import worker_side
+from daric_rag.runtime.step_builder import StepBuilder, SubRequest, empty_step
 from daric_rag.runtime.stream_transfers import StreamTransfers
 from daric_rag.runtime.transfers import KvAccess, LayerSave
 from tests.reference.dense import DenseReference
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.engine
 KIND = "llama-gqa-tied"
 SCENARIOS = [scenario.name for scenario in scenarios(0)]
 LENS = (37, 129, 163, 23)
+NULL_BLOCK = 0
 
 
 class CountedTransfers(StreamTransfers):
@@ -138,10 +139,26 @@ def test_what_a_pass_completes_in_place_is_saved_beside_it(watched: Watched) -> 
 
 
 def test_a_pass_that_fails_leaves_nothing_under_way(watched: Watched) -> None:
-    """The last test of this engine, which does not outlive it."""
-    harness, prompt = watched.harness, random_prompt(71, LENS)
-    harness.store(prompt.chunks[:3])
-    watched.fails = True
-    with pytest.raises(EngineError, match="out of order"):
-        harness.run(prompt.chunks)
-    assert watched.streams.has_happened(LOAD)
+    """The last test of this engine, whose next pass would not be as it should."""
+    watched.harness.store(random_prompt(71, LENS).chunks[:2])
+
+    def failing_pass(worker: Any) -> bool:
+        side = worker._side
+        record = side.store.read(side.store.keys()[0], side._fingerprint)
+        side._bound_mover.place(
+            record,
+            [NULL_BLOCK],
+            chunk_start=0,
+            segment_start=0,
+            place_from=0,
+            place_until=4,
+        )
+        sub = SubRequest(range(4), 0, 4, [NULL_BLOCK])
+        watched.fails = True
+        with pytest.raises(RuntimeError, match="out of order"):
+            worker._run_pass(StepBuilder().alone(empty_step(), [sub], first=True))
+        return watched.streams.has_happened(LOAD)
+
+    before = watched.streams.clocks[LOAD][LOAD]
+    assert watched.harness.on_worker(failing_pass)
+    assert watched.streams.clocks[LOAD][LOAD] > before
