@@ -11,14 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
-from daric_rag.runtime.kv_layout import (
-    WriteSlots,
-    block_pieces,
-    scatter_by_slots,
-    stack_layers,
-)
+from daric_rag.runtime.kv_layout import WriteSlots, block_pieces, stack_layers
+from daric_rag.runtime.kv_layout_learned import scatter_by_slots
 
 __all__ = ["AmxKv"]
 
@@ -93,6 +90,17 @@ class AmxKv:
         """See `KvLayout.gather`. A few strided copies per block, for all layers."""
         for tokens, cached in self._pairs(keys, values, block_ids, start):
             tokens.copy_(cached)
+
+    def read_slots(self, layer: int, slots: Tensor) -> Tensor:
+        """See `KvLayout.read_slots`."""
+        inside = slots % self.block_size
+        layers, cache_k, cache_v = next(
+            group for group in self._groups if group[0].start <= layer < group[0].stop
+        )
+        index, blocks = layer - layers.start, slots // self.block_size
+        keys = cache_k[index, blocks, inside // _ROWS, inside % _ROWS]
+        values = cache_v[index, blocks, inside // _LANE, inside % _LANE]
+        return torch.stack([tokens.flatten(-2) for tokens in (keys, values)])
 
     def _pairs(
         self, keys: Tensor, values: Tensor, block_ids: Sequence[int], start: int

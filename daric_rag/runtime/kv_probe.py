@@ -17,11 +17,11 @@ from daric_rag.errors import UnsupportedModelError
 from daric_rag.runtime.kv_layout import (
     KvLayout,
     PackedKv,
-    PermutedKv,
     SplitKv,
     WriteSlots,
 )
 from daric_rag.runtime.kv_layout_amx import AmxKv
+from daric_rag.runtime.kv_layout_learned import PermutedKv
 
 __all__ = ["probe_layout"]
 

@@ -36,8 +36,10 @@ from daric_rag.runtime.step_builder import (
     empty_step,
 )
 from daric_rag.runtime.step_run import StepRun
+from daric_rag.runtime.stream_transfers import transfers_for
+from daric_rag.runtime.transfers import KvAccess, Transfers
 from daric_rag.runtime.vllm_api import SchedulerOutput
-from daric_rag.steps import Limits
+from daric_rag.steps import Limits, SaveStep
 from daric_rag.storage import TieredStore
 
 __all__ = ["WorkerSide"]
@@ -81,6 +83,7 @@ class WorkerSide:
         self._layout: KvLayout | None = None
         self._mover: KvMover | None = None
         self._reencoder: Reencoder | None = None
+        self._transfers: Transfers | None = None
         self._queue = FillQueue(block_size)
         self._pace = Pace()
         self._reads: BackgroundReads | None = None
@@ -108,14 +111,17 @@ class WorkerSide:
         self._layout = layout
         shape = KvShape(len(self._layers), num_kv_heads, head_dim, first.dtype)
         self._reencoder = Reencoder(rope, rotate)
+        codec = codec_of(self._kv_storage, shape, first.device)
+        access = KvAccess(
+            layout, write_slots, self._reencoder, codec, shape, first.device
+        )
+        self._transfers = transfers_for(access, self._layers)
         self._mover = KvMover(
             self.store,
-            layout,
-            self._reencoder,
+            self._transfers,
             shape=shape,
-            codec=codec_of(self._kv_storage, shape, first.device),
+            codec=codec,
             fingerprint=self._fingerprint,
-            device=first.device,
             ranks=self._ranks,
             agree=self._agree,
         )
@@ -199,6 +205,7 @@ class WorkerSide:
         metadata = scheduled.kv_connector_metadata
         assert isinstance(metadata, DaricMetadata)
         assert self._reads is not None, "bind_model comes before the first step"
+        self._bound_mover.forget()  # of a step that failed
         self._bound_mover.protect(metadata.plan.hit_keys())
         self._run = StepRun(
             self._bound_mover,
@@ -210,13 +217,36 @@ class WorkerSide:
             block_size=self._block_size,
         )
         with torch.inference_mode():
-            return self._run.prepare()
+            own = self._run.prepare()
+        self._expect(metadata.plan.saves)
+        return own
+
+    def begin_pass(self, *, layerwise: bool) -> None:
+        """A pass is submitted next; see `Transfers.begin_pass`."""
+        with torch.inference_mode():
+            self._bound_transfers.begin_pass(layerwise=layerwise)
+
+    def wait_layer(self, layer: int) -> None:
+        """See `Transfers.wait_layer`."""
+        self._bound_transfers.wait_layer(layer)
+
+    def save_layer(self, layer: int) -> None:
+        """See `Transfers.save_layer`."""
+        self._bound_transfers.save_layer(layer)
+
+    def abandon_pass(self) -> None:
+        """A pass failed: leave nothing under way, and nothing to be started."""
+        # What went wrong first is what matters.
+        with suppress(Exception):
+            self._bound_mover.forget()
+            self._bound_transfers.settle()
 
     def finish_step(self) -> None:
         """After vLLM's pass: save what it completed."""
-        if self._run is not None:
-            with torch.inference_mode():
+        with torch.inference_mode():
+            if self._run is not None:
                 self._run.finish()
+            self._bound_transfers.submit()
 
     def filled(self) -> set[str]:
         """Return asynchronous requests that wait no longer, after `finish_step`.
@@ -245,12 +275,26 @@ class WorkerSide:
         """Save what is on its way, and close the store."""
         if self._reads is not None:
             self._reads.close()
+        if self._transfers is not None:
+            self._transfers.settle()
         self._unpin()
         self.store.close()
+
+    def _expect(self, saves: Sequence[SaveStep]) -> None:
+        mover = self._bound_mover
+        for save in saves:
+            identity = mover.identity(save.key, save.parent, save.index, save.document)
+            num_tokens = save.end - save.start
+            mover.expect_save(identity, save.block_ids, save.start, num_tokens)
 
     def _clear_spare_block(self) -> None:
         for layer in self._layers:
             layer[_SPARE_BLOCK].zero_()
+
+    @property
+    def _bound_transfers(self) -> Transfers:
+        assert self._transfers is not None, "bind_model comes before the first pass"
+        return self._transfers
 
     @property
     def _bound_mover(self) -> KvMover:

@@ -79,11 +79,10 @@ class Spy:
 
     def cache_of(self, block_ids: Sequence[int], num_tokens: int) -> KVCache:
         """Reads K and V from blocks, `[layers, tokens, heads, head_dim]` each."""
-        mover = self.side._bound_mover
-        shape = mover._shape.of(num_tokens)
-        keys = torch.empty(shape, dtype=mover._shape.dtype)
+        shape = self.side._bound_mover._shape
+        keys = torch.empty(shape.of(num_tokens), dtype=shape.dtype)
         values = torch.empty_like(keys)
-        mover._layout.gather(keys, values, block_ids, 0)
+        self.side._layout.gather(keys, values, block_ids, 0)
         return KVCache(keys.float(), values.float())
 
 

@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from daric_rag.errors import UnsupportedModelError
-from daric_rag.runtime.kv_layout import PackedKv, PermutedKv, SplitKv, block_pieces
+from daric_rag.runtime.kv_layout import (
+    PackedKv,
+    SplitKv,
+    block_pieces,
+    slots_of,
+)
 from daric_rag.runtime.kv_layout_amx import AmxKv
+from daric_rag.runtime.kv_layout_learned import PermutedKv
 from daric_rag.runtime.kv_probe import probe_layout
 
 NUM_LAYERS, NUM_BLOCKS, NUM_HEADS, BLOCK, HEAD_DIM = 3, 9, 2, 32, 64
@@ -117,6 +123,14 @@ def test_probe_and_round_trip(
     layout.gather(found_k, found_v, table, start)
     assert torch.equal(found_k, keys)
     assert torch.equal(found_v, values)
+
+    assert slots_of(table, start, start + num_tokens, BLOCK) == slots.tolist()
+    order = torch.randperm(num_tokens)
+    for layer in range(NUM_LAYERS):
+        both = layout.read_slots(layer, slots[order])
+        assert both.is_contiguous()
+        assert torch.equal(both[0], keys[layer, order])
+        assert torch.equal(both[1], values[layer, order])
 
 
 def test_blocks_of_incomplete_tiles_are_learned() -> None:
