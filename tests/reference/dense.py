@@ -138,6 +138,7 @@ class DenseReference:
         token_ids: Sequence[int],
         spans: Sequence[Span],
         windows: Sequence[Span],
+        prefix: KVCache | None = None,
     ) -> Prefill:
         """Position-independent reuse with partial recomputation (Algorithm 2).
 
@@ -146,6 +147,7 @@ class DenseReference:
             spans: Half-open chunk spans that partition `[0, L)` in order.
             windows: The recompute set, exactly: half-open, any order, overlaps
                 allowed. Nothing is added, so it must hold the last position.
+            prefix: The first tokens' cache, taken as it is (lazy acceptance).
 
         Returns:
             The cache of all L positions and the logits at the last one.
@@ -157,7 +159,11 @@ class DenseReference:
         positions = window_positions(windows, len(token_ids))
         if len(positions) == 0 or int(positions[-1]) != len(token_ids) - 1:
             raise ValueError("the recompute set must hold the last prompt token")
-        return self._compute(token_ids, positions, self.assemble(token_ids, spans))
+        base = self.assemble(token_ids, spans)
+        if prefix is not None:
+            positions = positions[positions >= prefix.num_tokens]
+            base = prefix.then(base.between(prefix.num_tokens, base.num_tokens))
+        return self._compute(token_ids, positions, base)
 
     def greedy(
         self,
@@ -196,18 +202,15 @@ class DenseReference:
             best = int(prefill.logits.argmax())
             token_ids.append(forced[step] if step < len(forced) else best)
             if len(token_ids) < num_tokens:
-                prefill = self._append(prefill.cache, token_ids[-1])
+                prefill = self.extend(prefill.cache, token_ids[-1:])
         return Continuation(tuple(token_ids), torch.stack(rows))
 
-    def _append(self, cache: KVCache, token_id: int) -> Prefill:
-        position = cache.num_tokens
-        empty = self._empty(1)
-        grown = KVCache(
-            torch.cat((cache.keys, empty.keys), dim=1),
-            torch.cat((cache.values, empty.values), dim=1),
-        )
-        ids = [0] * position + [token_id]  # only the last one is looked at
-        return self._compute(ids, torch.tensor([position]), grown)
+    def extend(self, cache: KVCache, token_ids: Sequence[int]) -> Prefill:
+        """Ordinary prefill of one token or more behind a cache, which is kept."""
+        start, end = cache.num_tokens, cache.num_tokens + len(token_ids)
+        ids = [0] * start + [*token_ids]  # only the last ones are looked at
+        grown = cache.then(self._empty(len(token_ids)))
+        return self._compute(ids, torch.arange(start, end), grown)
 
     def _empty(self, num_tokens: int) -> KVCache:
         """A cache of NaN: reading what nobody has written shows."""
