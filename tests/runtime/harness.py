@@ -211,7 +211,7 @@ class Harness:
         prefill = self.reference.daric_prefill(
             layout.token_ids, layout.spans, [*layout.windows]
         )
-        return self.reference.extend(prefill.cache, completion.token_ids[:-1]).cache
+        return self.reference.follow(prefill, completion.token_ids)[1]
 
 
 def common_len(one: Sequence[int], other: Sequence[int]) -> int:
