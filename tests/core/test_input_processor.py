@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from daric_rag import input_processor, tokenization
+from daric_rag import chat_layout
 from daric_rag.config import DaricConfig
 from daric_rag.engine import ChunkedPrompt, TokenPrompt
 from daric_rag.errors import (
@@ -248,9 +248,7 @@ def test_what_the_vocabulary_lacks_stays_unknown():
     assert tokenizer.unk_token_id in ids
 
 
-@pytest.mark.parametrize(
-    "text", [tokenization._USER_PLACEHOLDER, tokenization._SYSTEM_PLACEHOLDER]
-)
+@pytest.mark.parametrize("text", ["Qdaric", "QdaricaZ", "QdaricZ", "QdarickaZ"])
 def test_placeholders_in_a_text_are_text(text):
     tokenizer = FakeTokenizer(chatml)
     prompt = ChunkedPrompt(system=f"a {text} b", documents=[text], question=text)
@@ -296,9 +294,7 @@ def test_a_template_that_cannot_be_used_says_what_to_do_instead():
 
 def test_a_system_text_is_rendered_and_tokenised_once_a_day(monkeypatch):
     today = ["monday"]
-    monkeypatch.setattr(
-        input_processor, "date", SimpleNamespace(today=lambda: today[0])
-    )
+    monkeypatch.setattr(chat_layout, "date", SimpleNamespace(today=lambda: today[0]))
     tokenizer = FakeTokenizer(chatml)
     subject = processor(tokenizer)
     subject.layout(ChunkedPrompt(system="S", question="Q"))
@@ -311,11 +307,17 @@ def test_a_system_text_is_rendered_and_tokenised_once_a_day(monkeypatch):
 
 
 def test_renderings_are_bounded(monkeypatch):
-    monkeypatch.setattr(input_processor, "_MAX_TEMPLATES", 2)
-    subject = processor(FakeTokenizer(chatml))
-    for system in "abcabc":
+    monkeypatch.setattr(chat_layout, "_MAX_RENDERINGS", 2)
+    tokenizer = FakeTokenizer(chatml)
+    subject = processor(tokenizer)
+
+    def renders(system):
+        before = tokenizer.num_renders
         subject.layout(ChunkedPrompt(system=system, question="Q"))
-    assert [key[0] for key in subject._frames] == ["b", "c"]
+        return tokenizer.num_renders - before
+
+    renders("b")
+    assert [renders(system) for system in "bcbabc"] == [0, 1, 0, 1, 0, 1]
 
 
 # ------------------------------------------------------------- without chat template
