@@ -158,6 +158,6 @@ class ChatChunker:
         before, after = (
             text.split(cut) if cut else [text] for text in (piece.before, piece.after)
         )
-        if piece.text:
-            return self.encoder.mixed(before, piece.text, after, goes_on=goes_on)
-        return self.encoder.ours([*before, *after], goes_on=goes_on)
+        if not piece.text:
+            return self.encoder.ours(before, goes_on=goes_on)
+        return self.encoder.mixed(before, piece.text, after, goes_on=goes_on)

@@ -153,20 +153,25 @@ class Skeleton:
 
     def _tool(self, index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
         # In one order, so that a tool has one hash. vLLM's server uses the same.
-        made = _ordered(self._guarded(_plain(tool)), ("type", "function"))
-        function = _ordered(made["function"], ("name", "description", "parameters"))
-        sign = self._sign("tool", index, "tool", text=tool["function"]["name"])
-        return made | {"function": function | {"name": sign + function["name"]}}
+        made = _ordered(_plain(tool), ("type", "function"))
+        made["function"] = _ordered(
+            made["function"], ("name", "description", "parameters")
+        )
+        sign = self._sign("tool", index, "tool", text=made["function"]["name"])
+        return self._named(made, sign)
 
     def _call(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
         made = _plain(call)
         arguments = made["function"].get("arguments")
         if isinstance(arguments, str):
             made["function"]["arguments"] = _parsed(arguments)
-        made = self._guarded(made)
-        sign = self._sign("call", index, "assistant")
-        function = made["function"]
-        return made | {"function": function | {"name": sign + function["name"]}}
+        return self._named(made, self._sign("call", index, "assistant"))
+
+    def _named(self, function: dict[str, Any], sign: str) -> dict[str, Any]:
+        """Return a tool or a call for the template to write, a sign before its name."""
+        guarded: dict[str, Any] = self._guarded(function)
+        guarded["function"]["name"] = sign + guarded["function"]["name"]
+        return guarded
 
     def _sign(
         self,

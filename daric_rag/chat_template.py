@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 from daric_rag.errors import PromptError, UnsupportedModelError
@@ -131,11 +131,11 @@ class ChatTemplate:
         ends = [behind.find(name) for name in (_SYSTEM, _TEXT) if name in behind]
         behind = behind[: min(ends)] if ends else behind
         # Behind a name: the rest of its tool, what separates tools, the next opening.
-        rest_len = len(commonprefix([between, behind]))
-        opening = commonprefix([before[::-1], between[::-1]])[::-1]
-        if rest_len + len(opening) >= len(between):
-            # What separates tools also follows the last one, so that all end alike.
-            opening = between[rest_len:]
+        rest_len = _num_shared(between, behind)
+        opening_len = _num_shared(before[::-1], between[::-1])
+        # What separates tools may also follow the last one: all then end alike.
+        opening_len = min(opening_len, len(between) - rest_len)
+        opening = between[len(between) - opening_len :]
         return ToolFrame(opening, behind[rest_len:])
 
     def _probe_system(self) -> bool:
@@ -164,6 +164,12 @@ class ChatTemplate:
             return self.render(messages, tools)
         except PromptError:
             return None
+
+
+def _num_shared(left: str, right: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    pairs = zip(left, right, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _ending_in(role: str, text: str) -> list[_Message]:

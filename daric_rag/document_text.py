@@ -12,11 +12,17 @@ from typing import Any
 from daric_rag.errors import PromptError
 from daric_rag.layout import MAX_TITLE_LEN
 
-__all__ = ["metadata_of", "one_line", "score_of", "source_of", "text_of", "title_of"]
+__all__ = [
+    "one_line",
+    "own_title_of",
+    "score_of",
+    "source_of",
+    "text_of",
+    "title_of",
+]
 
 # As LangChain's loaders and LlamaIndex's readers name them.
-_SOURCE_FIELDS = ("source", "file_path", "file_name", "url")
-_TITLE_FIELDS = ("title", "source", "file_name", "file_path")
+_SOURCE_FIELDS = ("source", "file_name", "file_path", "url")
 
 _TEXT_FIELDS = ("page_content", "text")
 
@@ -55,18 +61,20 @@ def title_of(document: Any, text: str) -> str:
 
     That is its own title, else where it comes from, else how its text begins.
     """
-    for value in (_field(document, "title"), *_named(document, _TITLE_FIELDS)):
-        if isinstance(value, str) and value.strip():
-            return one_line(value)
-    return one_line(text[: 4 * MAX_TITLE_LEN])
+    named = own_title_of(document) or source_of(document) or text
+    return one_line(named[: 4 * MAX_TITLE_LEN])
+
+
+def own_title_of(document: Any) -> str:
+    """Return a document's own title; else ""."""
+    return _first_text(_field(document, "title"), _metadata_of(document).get("title"))
 
 
 def source_of(document: Any) -> str:
     """Return where a document comes from, as its metadata say; else ""."""
-    for value in (_field(document, "source"), *_named(document, _SOURCE_FIELDS)):
-        if isinstance(value, str) and value.strip():
-            return value
-    return ""
+    metadata = _metadata_of(document)
+    named = [metadata.get(name) for name in _SOURCE_FIELDS]
+    return _first_text(_field(document, "source"), *named)
 
 
 def score_of(document: Any) -> float | None:
@@ -77,17 +85,8 @@ def score_of(document: Any) -> float | None:
     return None
 
 
-def metadata_of(document: Any) -> Mapping[str, Any]:
-    """Return a document's metadata; empty if it has none."""
-    for carrier in (document, _field(document, "node")):
-        metadata = _field(carrier, "metadata")
-        if isinstance(metadata, Mapping):
-            return metadata
-    return {}
-
-
 def one_line(text: str) -> str:
-    """Return text that can be printed on terminals, whatever a document holds."""
+    """Return a title: short, and printable on terminals, whatever a text holds."""
     line = " ".join(text.split())[:MAX_TITLE_LEN]
     return "".join(char if char.isprintable() else "?" for char in line)
 
@@ -102,6 +101,14 @@ def _field(carrier: Any, name: str) -> Any:
         return None
 
 
-def _named(document: Any, names: tuple[str, ...]) -> list[Any]:
-    metadata = metadata_of(document)
-    return [metadata.get(name) for name in names]
+def _metadata_of(document: Any) -> Mapping[str, Any]:
+    for carrier in (document, _field(document, "node")):
+        metadata = _field(carrier, "metadata")
+        if isinstance(metadata, Mapping):
+            return metadata
+    return {}
+
+
+def _first_text(*values: Any) -> str:
+    texts = (v for v in values if isinstance(v, str) and v.strip())
+    return next(texts, "")

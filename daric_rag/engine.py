@@ -163,4 +163,3 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release everything; harmless when repeated."""
         ...
-

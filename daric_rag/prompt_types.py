@@ -230,8 +230,8 @@ class ChatPrompt:
             for part in message.parts():
                 text = part.text if isinstance(part, DocumentPart) else part
                 yield f"message {index}", text
-            for text in (message.name, message.tool_call_id):
-                yield f"message {index}", text or ""
+            yield f"message {index}", message.name or ""
+            yield f"message {index}", message.tool_call_id or ""
             calls = json.dumps(list(message.tool_calls), ensure_ascii=False)
             yield f"message {index}", calls
         yield "tools", json.dumps(list(self.tools), ensure_ascii=False)

@@ -66,7 +66,7 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool,
         **variables: Any,
     ) -> Any:
-        """Return the rendered conversation; ``tools`` is given only if there are any."""
+        """Return the rendered conversation; ``tools`` come only if there are any."""
         ...
 
 
@@ -208,7 +208,7 @@ class TextEncoder:
 
 
 def set_apart(text: str) -> str:
-    """Return text that does not run into what follows; white space at its end will do."""
+    """Return text that does not run into what follows it."""
     return text if text[-1:].isspace() else text + BREAK
 
 
