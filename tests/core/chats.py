@@ -47,7 +47,8 @@ FORGETS_REASONING = (
     "{% endfor %}{% for m in messages %}<|start|>{{ m['role'] }}\n"
     "{% if loop.index0 < ns.last and '</think>' in m['content'] %}"
     "{{ m['content'].split('</think>')[-1].lstrip('\n') }}"
-    "{% else %}{{ m['content'] }}{% endif %}<|eot|>{% endfor %}<|start|>assistant{{ '\n' }}"
+    "{% else %}{{ m['content'] }}{% endif %}<|eot|>{% endfor %}"
+    "<|start|>assistant{{ '\n' }}"
 )
 # The system text goes into the last user message.
 LATE_SYSTEM = (
@@ -59,21 +60,24 @@ LATE_SYSTEM = (
 )
 # One tool a line; calls and results in tags.
 TOOL_LINES = (
+    "{% set line = '\n' %}"
     "{% if tools %}<|im_start|>system\n"
-    "{% if messages[0]['role'] == 'system' %}"
-    "{{ messages[0]['content'] }}\n\n{% endif %}# Tools\n<tools>"
-    "{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools>"
-    "\nCall them.<|im_end|>\n{% elif messages[0]['role'] == 'system' %}"
-    "<|im_start|>system\n{{ messages[0]['content'] }}<|im_end|>\n{% endif %}"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + line * 2 }}"
+    "{% endif %}# Tools\n<tools>"
+    "{% for tool in tools %}{{ line }}{{ tool | tojson }}{% endfor %}{{ line }}"
+    "</tools>\nCall them.<|im_end|>{{ line }}"
+    "{% elif messages[0]['role'] == 'system' %}"
+    "<|im_start|>system\n{{ messages[0]['content'] }}<|im_end|>{{ line }}{% endif %}"
     "{% for m in messages %}{% if m['role'] == 'tool' %}"
     "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}"
-    "<|im_start|>user{% endif %}\n<result>\n{{ m['content'] }}\n</result>"
-    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}<|im_end|>\n"
-    "{% endif %}{% elif m['role'] != 'system' or not loop.first %}"
+    "<|im_start|>user{% endif %}{{ line }}<result>\n{{ m['content'] }}\n</result>"
+    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}"
+    "<|im_end|>{{ line }}{% endif %}"
+    "{% elif m['role'] != 'system' or not loop.first %}"
     "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{% for call in m['tool_calls'] %}"
-    "{% if m['content'] or not loop.first %}\n{% endif %}<call>"
-    "{{ call['function'] | tojson }}</call>{% endfor %}<|im_end|>\n{% endif %}"
-    "{% endfor %}<|im_start|>assistant{{ '\n' }}"
+    "{% if m['content'] or not loop.first %}{{ line }}{% endif %}"
+    "<call>{{ call['function'] | tojson }}</call>{% endfor %}<|im_end|>{{ line }}"
+    "{% endif %}{% endfor %}<|im_start|>assistant{{ line }}"
 )
 # A list of tools before the last user message; no text beside calls.
 TOOL_LIST = (
@@ -89,7 +93,7 @@ TOOL_LIST = (
 )
 # Tools as declarations, their description in front of the name.
 TOOL_DECLARATIONS = (
-    "{% for tool in tools %}// {{ tool['function']['description'] }}\n"
+    "{% for tool in tools or [] %}// {{ tool['function']['description'] }}\n"
     "def {{ tool['function']['name'] }}()\n{% endfor %}"
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|eot|>"
     "{% endfor %}<|start|>assistant{{ '\n' }}"
