@@ -50,6 +50,7 @@ TitledIds = tuple[str, Sequence[int]]
 """A chunk's title and ids."""
 
 _MAX_RENDERINGS = 128
+_MAX_RENDERED_CHARS = 64 * 1024
 _MAX_CACHED_CHARS = 16 * 1024 * 1024
 
 
@@ -128,12 +129,16 @@ class ChatChunker:
     def _rendered(self, template: ChatTemplate, skeleton: Skeleton) -> str:
         # Some templates name the day, so that a rendering lasts until midnight.
         key = (json.dumps([skeleton.messages, skeleton.tools]), date.today())
-        if key not in self._renderings:
-            self._renderings[key] = template.render(skeleton.messages, skeleton.tools)
+        text = self._renderings.get(key)
+        if text is None:
+            text = template.render(skeleton.messages, skeleton.tools)
+        # What is long is a conversation that has grown, and will not come again.
+        if len(text) <= _MAX_RENDERED_CHARS:
+            self._renderings[key] = text
+            self._renderings.move_to_end(key)
             if len(self._renderings) > _MAX_RENDERINGS:
                 self._renderings.popitem(last=False)
-        self._renderings.move_to_end(key)
-        return self._renderings[key]
+        return text
 
     def _encoded(self, pieces: Sequence[Piece], cut: str) -> list[TitledIds]:
         chunks: list[TitledIds] = []
@@ -144,7 +149,10 @@ class ChatChunker:
                 chunks.append(("", self._ids(piece, cut, goes_on=False)))
             else:
                 chunks.append((piece.title, self._cached_ids(piece, cut)))
-        return [(title, ids) for title, ids in chunks if len(ids)]
+        chunks = [(title, ids) for title, ids in chunks if len(ids)]
+        if not chunks:
+            raise PromptError("the prompt has no token; pass some text in it")
+        return chunks
 
     def _cached_ids(self, piece: Piece, cut: str) -> Sequence[int]:
         key = (cut, piece.before, piece.text or "", piece.after)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from daric_rag.chat_skeleton import Part, Sign, Skeleton
 from daric_rag.chat_template import ChatTemplate, ToolFrame
-from daric_rag.document_text import title_of
+from daric_rag.document_text import one_line, title_of
 from daric_rag.errors import PromptError
 from daric_rag.prompt_types import DocumentPart
 from daric_rag.tokenization import set_apart
@@ -121,7 +121,8 @@ class _Cutter:
             self._put_parts(sign)
         elif sign.kind == "tool":
             if self._frame is not None:
-                self._cut(len(self._piece.tail) - len(self._frame.opening), sign.text)
+                offset = len(self._piece.tail) - len(self._frame.opening)
+                self._cut(offset, one_line(sign.text))
         elif sign.role == "assistant":
             self._begin_answer(sign)
         self._last = sign

@@ -108,9 +108,18 @@ class Skeleton:
             )
 
     def split(self, text: str) -> tuple[str, list[tuple[Sign, str]]]:
-        """Return a rendering's beginning, and every sign with the text behind it."""
+        """Return a rendering's beginning, and every sign with the text behind it.
+
+        Raises:
+            PromptError: There are signs that were never written.
+        """
         first, *rest = re.split(f"{self._stem}([a-j]+)Z", text)
         numbers = [int(letters.translate(_TO_DIGITS)) for letters in rest[::2]]
+        if any(number >= len(self.signs) for number in numbers):
+            raise PromptError(
+                "the chat template changes letters of its input, so that nothing tells "
+                "where messages are; pass TokenPrompt with your own tokenisation"
+            )
         found = [self.signs[number] for number in numbers]
         return first, list(zip(found, rest[1::2], strict=True))
 

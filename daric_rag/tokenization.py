@@ -105,8 +105,7 @@ class TextEncoder:
         self._beginnings = {text[:i] for text in spellings for i in range(1, len(text))}
         self._endings = {text[i:] for text in spellings for i in range(1, len(text))}
         self._longest = len(spellings[0]) if spellings else 0
-        single = "".join(text for text in spellings if len(text) == 1)
-        self._no_single = str.maketrans("", "", single)
+        self._single = [ord(text) for text in spellings if len(text) == 1]
 
     def trusted(self, text: str, *, goes_on: bool = False) -> list[int]:
         """Return ids; control tokens in the text are control tokens.
@@ -140,7 +139,8 @@ class TextEncoder:
         The parts between the marks hold no control token, and complete none with what
         stands around them. Control tokens of one character are left out.
         """
-        text = mark.join(self._cut(text.translate(self._no_single)))
+        text = text.translate(dict.fromkeys(self._single, mark))
+        text = mark.join(self._cut(text))
         near = range(1, self._longest)
         if any(text[:n] in self._endings for n in near):
             text = mark + text
