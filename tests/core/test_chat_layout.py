@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from daric_rag import chat_layout
 from daric_rag.engine import ChatMessage, ChatPrompt, ChunkedPrompt, DocumentPart
 from daric_rag.errors import PromptError
 from tests.core import chats
@@ -183,6 +184,26 @@ def test_a_system_message_with_documents_needs_no_system_role():
         "This.<|User|>",
         "Why?<|Bot|>",
     ]
+
+
+def test_white_space_behind_a_system_text_without_a_role_is_not_trimmed(
+    tiny_tokenizer,
+):
+    tiny_tokenizer.chat_template = chats.GEMMA
+    assert chunks(tiny_tokenizer, told("  What? \n", system="Be kind."))[1] == (
+        "  What?<|eot|>\n<|start|>model\n"
+    )
+
+
+def test_a_long_conversation_is_not_kept(monkeypatch):
+    monkeypatch.setattr(chat_layout, "_MAX_RENDERED_CHARS", 200)
+    tokenizer = FakeTokenizer(chatml)
+    subject = processor(tokenizer)
+    for turns, expected in ((told("a"), 0), (told("a", "b" * 200, "c"), 1)):
+        subject.layout(ChatPrompt(turns))
+        before = tokenizer.num_renders
+        subject.layout(ChatPrompt(turns))
+        assert tokenizer.num_renders - before == expected
 
 
 def test_old_reasoning_is_taken_out_where_the_template_does(tiny_tokenizer):

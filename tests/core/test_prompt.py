@@ -317,6 +317,18 @@ def test_documents_of_like_length_are_fitted_in_a_few_counts():
     assert num_calls <= 4
 
 
+def test_documents_of_very_unlike_density_are_fitted_by_halves():
+    num_calls = 0
+
+    def count(prompt):
+        nonlocal num_calls
+        num_calls += 1
+        return 1000 if len(prompt.texts()) == 200 else 0
+
+    assert len(PLAIN.fit([f"{i:3}" for i in range(200)], "q", 1, count).kept) == 199
+    assert num_calls <= 2 + 3 + 8
+
+
 # --------------------------------------------------------------------- hashes and order
 
 
@@ -331,6 +343,7 @@ def test_the_texts_to_prewarm_are_those_of_prompts():
     titles = [part.title for part in TITLED.document_parts(documents)]
     assert titles == ["A", "B", "Two."]
     assert PromptBuilder(max_documents=1).document_texts(["a", "b"]) == ["a", "b"]
+    assert [part.title for part in PLAIN.document_parts(documents)] == ["A", "Two."]
 
 
 def test_prewarmed_chunks_are_those_of_the_prompt():
