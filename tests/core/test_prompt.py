@@ -333,7 +333,7 @@ def test_documents_of_very_unlike_density_are_fitted_by_halves():
 
 
 def test_the_texts_to_prewarm_are_those_of_prompts():
-    documents = [{"text": "One.", "title": t} for t in ("A", "B", "A")] + ["", "Two."]
+    documents = [{"text": "One.", "title": t} for t in "ABAB"] + ["", "Two."]
     texts = TITLED.document_texts(documents)
     assert texts == ["A (): One.", "B (): One.", " (): Two."]
     # Whichever of them a prompt holds.
