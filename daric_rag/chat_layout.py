@@ -155,7 +155,7 @@ class ChatChunker:
         return chunks
 
     def _cached_ids(self, piece: Piece, cut: str) -> Sequence[int]:
-        key = (cut, piece.before, piece.text or "", piece.after)
+        key = (cut, piece.before, piece.text, piece.after)
         ids = self._cache.get(key)
         if ids is None:
             ids = array("I", self._ids(piece, cut, goes_on=True))

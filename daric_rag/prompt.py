@@ -39,12 +39,7 @@ from daric_rag.prompt_text import (
     joined,
     rendered,
 )
-from daric_rag.prompt_types import (
-    ChatMessage,
-    ChatPrompt,
-    ChunkedPrompt,
-    DocumentPart,
-)
+from daric_rag.prompt_types import ChatMessage, ChatPrompt, ChunkedPrompt, DocumentPart
 from daric_rag.tokenization import set_apart
 
 __all__ = ["BuiltPrompt", "DroppedDocument", "PromptBuilder", "SourceDocument"]
@@ -121,8 +116,9 @@ class PromptBuilder:
         Args:
             documents: In prompt order; empty and repeated ones are dropped.
             question: Put into `question_template`.
-            history: Earlier messages: `ChatMessage`, mappings of its fields, or pairs
-                of role and text. With any the prompt is a `ChatPrompt`.
+            history: Earlier messages: `ChatMessage`, mappings of its fields (as
+                OpenAI's clients write them), or pairs of role and text. With any the
+                prompt is a `ChatPrompt`; without, it is a `ChunkedPrompt`.
 
         Raises:
             PromptError: There is neither document nor question, or an entry has no
@@ -174,10 +170,11 @@ class PromptBuilder:
 
         fewest = 0 if self._asked(question).strip() else min(1, len(ranked))
         num_chars = [len(selection.kept[index].text) for index in ranked]
-        num_documents = most_that_fit(
-            num_chars, max_tokens, lambda n: count(best(n).prompt), fewest
+        return best(
+            most_that_fit(
+                num_chars, max_tokens, lambda n: count(best(n).prompt), fewest
+            )
         )
-        return best(num_documents)
 
     def delimited(self, documents: Sequence[Any], question: str) -> str:
         """Return the prompt as one text, for `DaricConfig.delimiter`.
@@ -249,10 +246,7 @@ class PromptBuilder:
         Raises:
             PromptError: An entry has no text.
         """
-        texts = [
-            self._part(index, document).text
-            for index, document in enumerate(listed(documents))
-        ]
+        texts = [self._part(i, doc).text for i, doc in enumerate(listed(documents))]
         cached = {text: is_cached(text) for text in dict.fromkeys(texts)}
         order = sorted(range(len(texts)), key=lambda index: not cached[texts[index]])
         return [documents[index] for index in order]

@@ -137,9 +137,8 @@ def messages_of(history: Sequence[Message]) -> list[ChatMessage]:
             if isinstance(message, ChatMessage):
                 messages.append(message)
             elif isinstance(message, Mapping):
-                # OpenAI's clients write null beside tool calls.
-                fields = {**message, "content": message.get("content") or ""}
-                messages.append(ChatMessage(**fields))
+                content = _content(message.get("content"))
+                messages.append(ChatMessage(**{**message, "content": content}))
             else:
                 role, text = message
                 messages.append(ChatMessage(role, text))  # type: ignore[arg-type]
@@ -204,3 +203,15 @@ def most_that_fit(
         else:
             upper, upper_len = guess, guess_len
     return lower
+
+
+def _content(content: Any) -> Any:
+    """Return a message's content as OpenAI's clients write it: null, or typed parts."""
+    if content is None:
+        return ""
+    if not isinstance(content, list | tuple):
+        return content
+    return [
+        part["text"] if isinstance(part, Mapping) and "text" in part else part
+        for part in content
+    ]

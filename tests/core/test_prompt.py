@@ -185,12 +185,13 @@ def test_a_history_makes_a_conversation():
     history = [
         ("user", "Hi"),
         {"role": "assistant", "content": None, "tool_calls": []},
-        ChatMessage("assistant", "Hello."),
+        {"role": "assistant", "content": [{"type": "text", "text": "Hello."}]},
     ]
     prompt = PLAIN.build(["One."], "Q?", history).prompt
     assert [m.role for m in prompt.messages] == [
         *("system", "user", "assistant", "assistant", "user")
     ]
+    assert prompt.messages[3].parts() == ("Hello.",)
     assert prompt.messages[-1].parts() == (DocumentPart("One.", "One."), "Q?")
     bare = PromptBuilder().build([], "Q?", [("user", "a"), ("assistant", "b")]).prompt
     assert bare == ChatPrompt(
