@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from daric_rag.config import DaricConfig
     from daric_rag.engine import (
+        ChatMessage,
+        ChatPrompt,
         ChunkedPrompt,
         Completion,
         Delta,
+        DocumentPart,
         Engine,
         ReuseStats,
         TokenPrompt,
@@ -35,23 +38,29 @@ if TYPE_CHECKING:
     )
     from daric_rag.layout import PromptLayout
     from daric_rag.models import resolve_model
+    from daric_rag.prompt import BuiltPrompt, PromptBuilder
     from daric_rag.runtime.embedded import EmbeddedEngine
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BuiltPrompt",
+    "ChatMessage",
+    "ChatPrompt",
     "ChunkedPrompt",
     "Completion",
     "ConfigError",
     "DaricConfig",
     "DaricError",
     "Delta",
+    "DocumentPart",
     "EmbeddedEngine",
     "Engine",
     "EngineClosedError",
     "EngineError",
     "ModelError",
     "ModelNotFoundError",
+    "PromptBuilder",
     "PromptError",
     "PromptLayout",
     "PromptTooLongError",
@@ -68,9 +77,12 @@ __all__ = [
 _MODULES = {
     "config": ("DaricConfig",),
     "engine": (
+        "ChatMessage",
+        "ChatPrompt",
         "ChunkedPrompt",
         "Completion",
         "Delta",
+        "DocumentPart",
         "Engine",
         "ReuseStats",
         "TokenPrompt",
@@ -91,6 +103,7 @@ _MODULES = {
     ),
     "layout": ("PromptLayout",),
     "models": ("resolve_model",),
+    "prompt": ("BuiltPrompt", "PromptBuilder"),
     "runtime.embedded": ("EmbeddedEngine",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
