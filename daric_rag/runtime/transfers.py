@@ -165,7 +165,6 @@ class ImmediateTransfers:
             return
         record, access = placement.record, self._access
         keys, values = access.codec.tensors_of(record.payload, record.header.num_tokens)
-        # Not asynchronously: nobody would hold the record.
         keys, values = keys.to(access.device), values.to(access.device)
         turned = access.reencoder.reencode_keys(keys, placement.chunk_start)
         access.layout.scatter(
@@ -174,6 +173,9 @@ class ImmediateTransfers:
             placement.block_ids,
             placement.start + first,
         )
+        if access.device.type != "cpu":
+            # Copies may be asynchronous, and nobody else holds the record.
+            torch.accelerator.synchronize()
 
     def submit(self) -> None:
         """Nothing waits to be started."""
