@@ -32,12 +32,7 @@ import torch
 from torch import Tensor
 
 from daric_rag.errors import ConfigError
-from daric_rag.runtime.kv_tensors import (
-    Buffer,
-    KvShape,
-    bytes_of,
-    largest_magnitudes,
-)
+from daric_rag.runtime.kv_tensors import Buffer, KvShape, bytes_of, largest_magnitudes
 
 __all__ = ["KvCodec", "KvShape", "codec_of"]
 
@@ -203,17 +198,15 @@ class QuantizedCodec(ABC):
         """View codes and scales; see `KvCodec.parts_of`."""
         return self._parts(bytes_of(payload), num_tokens)
 
-    # Layers may be under way on several streams at once, where nothing is shared.
-
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """See `KvCodec.decode`."""
+        """See `KvCodec.decode`; shares no memory, for streams beside each other."""
         codes, scales = parts
         both = torch.empty(codes.shape, dtype=self._shape.dtype, device=codes.device)
         self._dequantize(codes, scales, both, torch.empty_like(both, dtype=_WIDE))
         return both
 
     def encode(self, both: Tensor) -> tuple[Tensor, ...]:
-        """See `KvCodec.encode`."""
+        """See `KvCodec.encode`; shares no memory, like `decode`."""
         codes = torch.empty_like(both, dtype=torch.int8)
         scales = both.new_empty(both.shape[:-1], dtype=torch.float16)
         self._quantize(both, codes, scales, torch.empty_like(both, dtype=_WIDE))

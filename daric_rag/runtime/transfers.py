@@ -10,8 +10,10 @@ time the pass reads them; what it is said to complete can be saved while it runs
       save_layer(l)      after it
     finish_save          once the pass is submitted
 
-A CPU places at once: its copies would share the cores, and their caches, with the
-forward pass that they were to run beside.
+A CPU places at once. Its copies would share the cores with the pass that they were to
+run beside, and layer by layer they take longer: 5,120 tokens of a model with 30 layers
+of 3 heads of 64 in bfloat16 took 51 to 57 ms rather than 37 to 41 (2 cores in use by
+others, minima of 25).
 """
 
 from __future__ import annotations
@@ -163,7 +165,6 @@ class ImmediateTransfers:
             return
         record, access = placement.record, self._access
         keys, values = access.codec.tensors_of(record.payload, record.header.num_tokens)
-        # Not asynchronously: nobody would hold the record.
         keys, values = keys.to(access.device), values.to(access.device)
         turned = access.reencoder.reencode_keys(keys, placement.chunk_start)
         access.layout.scatter(
@@ -172,6 +173,9 @@ class ImmediateTransfers:
             placement.block_ids,
             placement.start + first,
         )
+        if access.device.type != "cpu":
+            # Copies may be asynchronous, and nobody else holds the record.
+            torch.accelerator.synchronize()
 
     def submit(self) -> None:
         """Nothing waits to be started."""

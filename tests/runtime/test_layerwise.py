@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from daric_rag.runtime import worker_side
+from daric_rag.runtime import connector, worker_side
 from daric_rag.runtime.step_builder import StepBuilder, SubRequest, empty_step
 from daric_rag.runtime.stream_transfers import StreamTransfers
 from daric_rag.runtime.transfers import KvAccess, LayerSave
@@ -136,6 +136,21 @@ def test_what_a_pass_completes_in_place_is_saved_beside_it(watched: Watched) -> 
     completion, layout = harness.run(prompt.chunks)
     harness.check(completion, layout)
     assert completion.reuse.contiguous_hit_tokens == LENS[0]
+
+
+def test_a_pass_without_hooks_waits_for_all_layers_before_it_begins(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is replayed from a CUDA graph as a whole."""
+    monkeypatch.setattr(connector, "replays_whole_graph", lambda: True)
+    harness, prompt = watched.harness, random_prompt(72, LENS)
+    overlaps, saved = watched.num_overlaps, watched.transfers.num_saved
+    harness.store(prompt.chunks[:-1])
+    completion, layout = harness.run(prompt.chunks)
+    harness.check(completion, layout)
+    assert completion.reuse.generated_tokens == 0
+    assert watched.num_overlaps == overlaps
+    assert watched.transfers.num_saved == saved
 
 
 def test_a_pass_that_fails_leaves_nothing_under_way(watched: Watched) -> None:
