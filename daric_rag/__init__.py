@@ -20,10 +20,12 @@ if TYPE_CHECKING:
         TokenPrompt,
     )
     from daric_rag.errors import (
+        AuthenticationError,
         ConfigError,
         DaricError,
         EngineClosedError,
         EngineError,
+        EngineUnavailableError,
         ModelError,
         ModelNotFoundError,
         PromptError,
@@ -36,10 +38,12 @@ if TYPE_CHECKING:
     from daric_rag.layout import PromptLayout
     from daric_rag.models import resolve_model
     from daric_rag.runtime.embedded import EmbeddedEngine
+    from daric_rag.runtime.remote import RemoteEngine
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AuthenticationError",
     "ChunkedPrompt",
     "Completion",
     "ConfigError",
@@ -50,11 +54,13 @@ __all__ = [
     "Engine",
     "EngineClosedError",
     "EngineError",
+    "EngineUnavailableError",
     "ModelError",
     "ModelNotFoundError",
     "PromptError",
     "PromptLayout",
     "PromptTooLongError",
+    "RemoteEngine",
     "ReuseStats",
     "StoreError",
     "TokenPrompt",
@@ -76,10 +82,12 @@ _MODULES = {
         "TokenPrompt",
     ),
     "errors": (
+        "AuthenticationError",
         "ConfigError",
         "DaricError",
         "EngineClosedError",
         "EngineError",
+        "EngineUnavailableError",
         "ModelError",
         "ModelNotFoundError",
         "PromptError",
@@ -92,6 +100,7 @@ _MODULES = {
     "layout": ("PromptLayout",),
     "models": ("resolve_model",),
     "runtime.embedded": ("EmbeddedEngine",),
+    "runtime.remote": ("RemoteEngine",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from daric_rag.errors import UnsupportedModelError
+from daric_rag.errors import EngineError, UnsupportedModelError
 
 __all__ = [
     "BREAK",
@@ -183,6 +183,8 @@ class ChatTemplate:
             user += "Q"
         try:
             text = self._apply(system, user)
+        except EngineError:  # Of the server that renders, not of the template.
+            raise
         except Exception as error:  # Jinja's own, which is not ours to import.
             raise UnsupportedModelError(
                 f"the chat template cannot render one user message ({error}); pass "
@@ -206,6 +208,8 @@ class ChatTemplate:
         self._has_system_role = True
         try:
             text = self._apply(_SYSTEM_PLACEHOLDER, _USER_PLACEHOLDER)
+        except EngineError:
+            raise
         except Exception:
             return False
         return text.count(_SYSTEM_PLACEHOLDER) == 1 and text.find(

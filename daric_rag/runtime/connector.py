@@ -18,6 +18,7 @@ from daric_rag.runtime.ranks import RankKeys, agree, record_keys
 from daric_rag.runtime.rope import rope_parameters
 from daric_rag.runtime.scheduler_side import SchedulerSide
 from daric_rag.runtime.scratch import ScratchBlocks
+from daric_rag.runtime.serving import CONFIG_KEY, STORE_KEY
 from daric_rag.runtime.step_builder import RunPass
 from daric_rag.runtime.store_view import StoreView
 from daric_rag.runtime.support import check_vllm_config
@@ -41,10 +42,7 @@ from daric_rag.steps import Limits
 from daric_rag.storage import load_cipher, open_probe, open_store
 from daric_rag.storage.format import payload_len_of
 
-__all__ = ["CONFIG_KEY", "STORE_KEY", "DaricConnector", "closing_params"]
-
-CONFIG_KEY = "daric_config"
-STORE_KEY = "daric_store"
+__all__ = ["DaricConnector", "closing_params"]
 
 # Any will do: vocabularies begin with special tokens and bytes.
 _GATE_TOKEN = 7

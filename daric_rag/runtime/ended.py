@@ -10,6 +10,7 @@ from typing import Any
 from daric_rag.runtime.metadata import RequestReport
 from daric_rag.runtime.metrics import DaricStats
 from daric_rag.runtime.tracking import TrackedRequest, answer_params, reuse_stats
+from daric_rag.runtime.vllm_api import client_request_id
 
 __all__ = ["EndedRequests"]
 
@@ -85,5 +86,12 @@ class EndedRequests:
         self._closing.clear()
 
     def take_answer(self, req_id: str) -> dict[str, Any] | None:
-        """Return what `add` returned, once, if the request ended not long ago."""
+        """Return what `add` returned, once, if the request ended not long ago.
+
+        Args:
+            req_id: vLLM's own id of it, or the one that its client gave.
+        """
+        if req_id not in self._answers:
+            made = (own for own in self._answers if client_request_id(own) == req_id)
+            req_id = next(made, req_id)
         return self._answers.pop(req_id, None)

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from daric_rag.engine import GenerationOptions
 from daric_rag.errors import ConfigError, DaricError, EngineClosedError, EngineError
 from daric_rag.runtime.request_stream import RequestStream, Submission
 from daric_rag.runtime.vllm_api import (
@@ -24,7 +23,6 @@ from daric_rag.runtime.vllm_api import (
     reuse_of_aborted,
     tokens_input,
 )
-from daric_rag.wire import encode_request, salt_of
 
 __all__ = ["EngineFacts", "EngineLoop"]
 
@@ -217,12 +215,15 @@ class EngineLoop:
             self._streams[request_id] = stream
 
     def _add_to_vllm(self, request_id: str, submission: Submission) -> str:
-        params = _sampling_params(submission.options)
-        salt = None
-        if submission.wire is not None:
-            params.extra_args = {"kv_transfer_params": encode_request(submission.wire)}
-            salt = salt_of(submission.wire)
-        prompt = tokens_input(list(submission.layout.token_ids), cache_salt=salt)
+        params = SamplingParams(
+            **submission.sampling_fields, output_kind=RequestOutputKind.DELTA
+        )
+        transfer = submission.kv_transfer_params
+        if transfer is not None:
+            params.extra_args = {"kv_transfer_params": transfer}
+        prompt = tokens_input(
+            list(submission.layout.token_ids), cache_salt=submission.cache_salt
+        )
         return str(self.facts.engine.add_request(request_id, prompt, params))
 
     def _abort(self, request_id: str) -> None:
@@ -256,16 +257,3 @@ class EngineLoop:
             with suppress(Exception):
                 command()
         self._end_streams()
-
-
-def _sampling_params(options: GenerationOptions) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        stop=options.stop_list or None,
-        seed=options.seed,
-        logprobs=options.logprobs,
-        ignore_eos=options.ignore_eos,
-        output_kind=RequestOutputKind.DELTA,
-    )
