@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -82,12 +82,9 @@ def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
 def _end(server: subprocess.Popen[bytes]) -> None:
     server.send_signal(signal.SIGTERM)
     try:
-        server.wait(_END_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        pass
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(_END_TIMEOUT_S)
     finally:
         # Its engine is a process of its own, which must not outlive the test.
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
