@@ -154,17 +154,20 @@ class ReuseStats:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished answer.
+    """A finished answer; the first one, where several were asked for.
 
     Attributes:
         text: The answer.
         token_ids: Its tokens, [num_generated].
         finish_reason: ``"stop"``, ``"length"`` or ``"abort"``.
         logprobs: Per generated token, token id to log-probability; None if not asked.
-        ttft_s: Seconds from submission to the first token's arrival at the client.
+        ttft_s: Seconds from submission to the arrival of this answer's first token at
+            the client.
         reuse: Where the prompt's KV came from.
         trace: What became of every chunk, and when; None if not asked, or if the
             engine sent none.
+        alternatives: The other answers to the same request, in order; each with its
+            own counts, and without alternatives.
     """
 
     text: str
@@ -174,6 +177,12 @@ class Completion:
     ttft_s: float
     reuse: ReuseStats = field(default_factory=ReuseStats)
     trace: RequestTrace | None = None
+    alternatives: tuple[Completion, ...] = ()
+
+    @property
+    def answers(self) -> tuple[Completion, ...]:
+        """All answers to the request, this one first."""
+        return (self, *self.alternatives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +193,16 @@ class Delta:
         text: New text, possibly empty while a character is incomplete.
         token_ids: New tokens.
         logprobs: Of the new tokens, as in `Completion`.
-        completion: The whole answer, on the last delta only.
+        completion: The whole answer, on the request's last delta only.
+        index: Which of the request's answers it continues, counted from 0; those of
+            several arrive interleaved.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[dict[int, float], ...] | None = None
     completion: Completion | None = None
+    index: int = 0
 
 
 class Engine(Protocol):

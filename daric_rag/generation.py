@@ -18,6 +18,12 @@ but the question; ``off``: an ordinary request, exactly as vLLM alone would run 
 
 _REUSE = ("daric", "full_reuse", "off")
 
+# Integers travel to the engine's process as 64 bits.
+_INT_END = 2**63
+
+# vLLM takes temperatures below this for greedy.
+_GREEDY_END = 1e-5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions:
@@ -28,7 +34,8 @@ class GenerationOptions:
         temperature: At least 0; 0 is greedy.
         top_p: Nucleus, in (0, 1].
         stop: Strings that end the answer and are cut from it.
-        seed: Of this request's sampling; None is unseeded.
+        seed: Of this request's sampling; None is unseeded. Answer i of several is
+            drawn with ``seed + i``, counted from 0.
         logprobs: Log-probabilities of this many most likely tokens per generated
             token, beside the generated one; None for none.
         reuse: See `Reuse`.
@@ -37,6 +44,10 @@ class GenerationOptions:
             a longer prompt takes its earlier blocks from vLLM's prefix cache.
         namespace: Tenant of this request; None is the configuration's.
         trace: Have the engine tell what became of every chunk, and when.
+        n: Answers to draw, at least 1. They share the prompt's KV; several need a
+            temperature above 0.
+        priority: Requests of a lower one are scheduled first. Other than 0 only with
+            an engine opened with ``scheduling_policy="priority"``.
     """
 
     max_tokens: int = 256
@@ -50,19 +61,16 @@ class GenerationOptions:
     conversation: str | None = None
     namespace: str | None = None
     trace: bool = False
+    n: int = 1
+    priority: int = 0
 
     def __post_init__(self) -> None:
         """Check every option, so that nothing is refused halfway."""
         _check_int("max_tokens", self.max_tokens, minimum=1)
-        _check_temperature(self.temperature)
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise ConfigError(
-                f"top_p is {self.top_p!r}; it must be a number above 0 and at most 1"
-            )
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, minimum=0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, minimum=0)
+        _check_int("priority", self.priority, minimum=-_INT_END)
+        _check_sampling(self)
         if self.reuse not in _REUSE:
             raise ConfigError(
                 f"reuse is {self.reuse!r}; it must be one of {', '.join(_REUSE)}"
@@ -88,8 +96,30 @@ class GenerationOptions:
 
 
 def _check_int(name: str, value: object, *, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ConfigError(f"{name} is {value!r}; it must be an int of >= {minimum}")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or not minimum <= value < _INT_END
+    ):
+        raise ConfigError(
+            f"{name} is {shown(value)}; it must be an int of >= {minimum} and < 2**63"
+        )
+
+
+def _check_sampling(options: GenerationOptions) -> None:
+    _check_temperature(options.temperature)
+    if not _is_number(options.top_p) or not 0 < options.top_p <= 1:
+        raise ConfigError(
+            f"top_p is {options.top_p!r}; it must be a number above 0 and at most 1"
+        )
+    if options.seed is not None:
+        _check_int("seed", options.seed, minimum=0)
+    _check_int("n", options.n, minimum=1)
+    if options.n > 1 and options.temperature < _GREEDY_END:
+        raise ConfigError(
+            f"n is {options.n} and greedy answers are all the same; pass a "
+            f"temperature above 0, such as 0.7, or n=1"
+        )
 
 
 def _check_temperature(value: object) -> None:

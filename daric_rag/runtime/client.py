@@ -34,11 +34,13 @@ _Item = Delta | BaseException
 class ClientEngine(ABC):
     """Client process. An `Engine`, but for how a request is run.
 
-    A subclass's constructor sets `_processor`, and `_vocab_size` where it is known.
+    A subclass's constructor sets `_processor`, and of the rest what is known.
     """
 
     _processor: InputProcessor
     _vocab_size: int | None = None
+    _scheduling_policy: str | None = None
+    _priority_mend: str = ""
 
     def __enter__(self) -> Self:
         """Return the engine itself."""
@@ -60,12 +62,12 @@ class ClientEngine(ABC):
         self, prompts: Sequence[Prompt], **options: Any
     ) -> list[Completion]:
         """Answer several prompts, batched by the engine; in their order."""
-        checked = _options(options)
+        checked = self._options(options)
         return self._complete([self._submission(prompt, checked) for prompt in prompts])
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[Delta]:
         """Answer one prompt piece by piece; closing the iterator aborts."""
-        submission = self._submission(prompt, _options(options))
+        submission = self._submission(prompt, self._options(options))
         sink: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         return DeltaIterator(self._submit(submission, sink.put), sink.get)
 
@@ -79,7 +81,7 @@ class ClientEngine(ABC):
     async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Delta]:
         """Answer one prompt piece by piece, concurrently with others."""
         loop = asyncio.get_running_loop()
-        checked = _options(options)
+        checked = self._options(options)
         # Tokenising a long prompt takes milliseconds that others should not wait for.
         submission = await loop.run_in_executor(None, self._submission, prompt, checked)
         sink: asyncio.Queue[_Item] = asyncio.Queue()
@@ -146,6 +148,21 @@ class ClientEngine(ABC):
                 handle.abort()
             raise
 
+    def _options(self, options: dict[str, Any]) -> GenerationOptions:
+        known = GenerationOptions.__dataclass_fields__
+        for name in options:
+            if name not in known:
+                raise ConfigError(
+                    f"{name!r} is not a generation option; known: {', '.join(known)}"
+                )
+        checked = GenerationOptions(**options)
+        if checked.priority and self._scheduling_policy not in ("priority", None):
+            raise ConfigError(
+                f"priority is {checked.priority} and this engine schedules requests "
+                f"as they come; {self._priority_mend}"
+            )
+        return checked
+
     def _submission(self, prompt: Prompt, options: GenerationOptions) -> Submission:
         return self._finish(self._processor.layout(prompt), options)
 
@@ -186,16 +203,6 @@ def checked_config(config: DaricConfig | None) -> DaricConfig:
     if not isinstance(config, DaricConfig):
         raise ConfigError(f"config is a {type(config).__name__}; pass a DaricConfig")
     return config
-
-
-def _options(options: dict[str, Any]) -> GenerationOptions:
-    known = GenerationOptions.__dataclass_fields__
-    for name in options:
-        if name not in known:
-            raise ConfigError(
-                f"{name!r} is not a generation option; known: {', '.join(known)}"
-            )
-    return GenerationOptions(**options)
 
 
 def _checked(item: _Item) -> Delta:

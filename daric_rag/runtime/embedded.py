@@ -36,7 +36,8 @@ class EmbeddedEngine(ClientEngine):
             to keep documents in host memory only.
         config: Layout, selection and capacities.
         **vllm_options: Fields of vLLM's ``EngineArgs``, such as ``max_model_len``,
-            ``dtype`` or ``kv_cache_memory_bytes``.
+            ``dtype`` or ``kv_cache_memory_bytes``. With
+            ``scheduling_policy="priority"`` requests may have priorities.
 
     Raises:
         ConfigError: An option is unknown or refused.
@@ -44,6 +45,8 @@ class EmbeddedEngine(ClientEngine):
         VllmVersionError: vLLM is missing or of another version.
         StoreError: The store's folder cannot be used.
     """
+
+    _priority_mend = 'open it with EmbeddedEngine(..., scheduling_policy="priority")'
 
     def __init__(
         self,
@@ -69,6 +72,7 @@ class EmbeddedEngine(ClientEngine):
         self.max_model_len = facts.max_model_len
         self.block_size = facts.block_size
         self._vocab_size = facts.vocab_size
+        self._scheduling_policy = facts.scheduling_policy
         try:
             self._processor = InputProcessor(
                 facts.tokenizer,

@@ -9,8 +9,8 @@ from typing import Any
 
 from daric_rag.runtime.metadata import RequestReport
 from daric_rag.runtime.metrics import DaricStats
+from daric_rag.runtime.request_ids import client_request_id
 from daric_rag.runtime.tracking import TrackedRequest, answer_params, reuse_stats
-from daric_rag.runtime.vllm_api import client_request_id
 
 __all__ = ["EndedRequests"]
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from daric_rag.errors import ConfigError, DaricError, EngineClosedError, EngineError
+from daric_rag.runtime.request_ids import answer_request_id
 from daric_rag.runtime.request_stream import RequestStream, Submission
 from daric_rag.runtime.vllm_api import (
     RequestOutputKind,
@@ -37,6 +38,7 @@ class EngineFacts:
         max_model_len: Most tokens of prompt and answer together.
         block_size: Tokens per KV block.
         vocab_size: Token ids lie below it.
+        scheduling_policy: ``"fcfs"`` or ``"priority"``.
     """
 
     engine: Any
@@ -44,6 +46,7 @@ class EngineFacts:
     max_model_len: int
     block_size: int
     vocab_size: int
+    scheduling_policy: str
 
 
 _Command = Callable[[], None]
@@ -188,11 +191,14 @@ class EngineLoop:
         stream = self._streams.get(output.request_id)
         if stream is None:
             return
-        if output.finished and output.kv_transfer_params is None:
+        part = output.outputs[0]
+        if part.finish_reason is not None and output.kv_transfer_params is None:
             # Ended by a stop string: vLLM's front end saw it, told its core to abort,
             # and has nothing of what the core says at an ordinary end.
+            num_answers = stream.submission.options.n
             output.kv_transfer_params = reuse_of_aborted(
-                self.facts.engine, stream.engine_request_id
+                self.facts.engine,
+                answer_request_id(stream.engine_request_id, part.index, num_answers),
             )
         stream.feed(output)
         if output.finished:
@@ -224,14 +230,20 @@ class EngineLoop:
         prompt = tokens_input(
             list(submission.layout.token_ids), cache_salt=submission.cache_salt
         )
-        return str(self.facts.engine.add_request(request_id, prompt, params))
+        return str(
+            self.facts.engine.add_request(
+                request_id, prompt, params, priority=submission.options.priority
+            )
+        )
 
     def _abort(self, request_id: str) -> None:
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             # Somebody may wait for it in another thread.
             stream.fail(EngineClosedError("the request was aborted by its client"))
-            self.facts.engine.abort_request([request_id])
+            # By vLLM's own id: by ours, it would keep what ties several answers
+            # together for good.
+            self.facts.engine.abort_request([stream.engine_request_id], internal=True)
 
     def _end_streams(self) -> None:
         error: DaricError = EngineClosedError(

@@ -103,6 +103,7 @@ def _facts(engine: Any) -> EngineFacts:
         max_model_len=config.model_config.max_model_len,
         block_size=config.cache_config.block_size,
         vocab_size=config.model_config.get_vocab_size(),
+        scheduling_policy=config.scheduler_config.policy,
     )
 
 

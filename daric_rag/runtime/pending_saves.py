@@ -63,11 +63,16 @@ class PendingSaves:
         block_ids: Sequence[int],
         namespace: str,
     ) -> list[SaveStep]:
-        """Return the work of saving segments of a first chunk from where they lie."""
+        """Return the work of saving segments of a first chunk from where they lie.
+
+        What another request saves in this step is left to it.
+        """
         blocks = tuple(block_ids)
         steps: list[SaveStep] = []
         for save in saves:
             key = plan.first_keys[save.index]
+            if key in self._segments and self._segments[key].owner is not None:
+                continue
             parent: ParentKey = (
                 plan.first_keys[save.index - 1] if save.index else plan.root
             )

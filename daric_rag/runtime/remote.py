@@ -21,7 +21,8 @@ from daric_rag.errors import ConfigError, ModelNotFoundError
 from daric_rag.input_processor import InputProcessor
 from daric_rag.runtime.client import ClientEngine, checked_config
 from daric_rag.runtime.remote_errors import ServerErrors
-from daric_rag.runtime.remote_loop import Backoff, RemoteLoop, RemoteRequest
+from daric_rag.runtime.remote_loop import RemoteLoop, RemoteRequest
+from daric_rag.runtime.remote_retry import Backoff
 from daric_rag.runtime.remote_tokenizer import (
     FACTS_PATH,
     RemoteTokenizer,
@@ -76,6 +77,8 @@ class RemoteEngine(ClientEngine):
         EngineUnavailableError: No server answers.
         ModelNotFoundError: It does not serve the model.
     """
+
+    _priority_mend = "start the server with --scheduling-policy=priority"
 
     def __init__(
         self,
@@ -146,7 +149,9 @@ class RemoteEngine(ClientEngine):
                 f'without daric_rag: use alignment="exact"'
             )
         self._reuses = facts is not None and facts.reuses
-        self._vocab_size = None if facts is None else facts.vocab_size
+        if facts is not None:
+            self._vocab_size = facts.vocab_size
+            self._scheduling_policy = facts.scheduling_policy
         if tokenizer is None:
             if facts is None:
                 raise ConfigError(
@@ -199,9 +204,9 @@ class RemoteEngine(ClientEngine):
         body = completion_body(submission, self.model, reuses=self._reuses)
         headers = {"x-request-id": uuid.uuid4().hex}
         if self._reuses and submission.wire is not None:
-            headers[REUSE_HEADER] = "1"
+            headers[REUSE_HEADER] = str(submission.options.n)
         reason = _UNTOLD_REASON if self._reuses else _PLAIN_REASON
-        reader = AnswerReader(submission.layout.prompt_len, self._errors, reason)
+        reader = AnswerReader(submission, self._errors, reason)
         self._loop.submit(stream, RemoteRequest(body, headers, reader))
         return stream
 

@@ -10,12 +10,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import email.utils
 import json
 import os
-import random
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +21,11 @@ import httpx
 
 from daric_rag.errors import DaricError, EngineClosedError, EngineError
 from daric_rag.runtime.remote_errors import BUSY_STATUSES, ServerErrors
+from daric_rag.runtime.remote_retry import Backoff
 from daric_rag.runtime.remote_wire import AnswerReader, EventDecoder
 from daric_rag.runtime.request_stream import RequestStream
 
-__all__ = ["Backoff", "RemoteLoop", "RemoteRequest"]
+__all__ = ["RemoteLoop", "RemoteRequest"]
 
 # Of a request that has no response yet: nothing of an answer can be lost by another
 # try. One that the server is silent about is not repeated: it may be at work.
@@ -47,37 +45,6 @@ class RemoteRequest:
     body: bytes
     headers: Mapping[str, str]
     reader: AnswerReader
-
-
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """How often, and how long after, a request is tried again.
-
-    Attributes:
-        max_retries: Tries after the first one.
-        base_s: Seconds before the second try, doubled with every further one.
-        max_s: Longest wait, in seconds; a server that asks for more is not asked again.
-        jitter: Draws the share of a wait that is really waited, in [0.5, 1].
-    """
-
-    max_retries: int = 2
-    base_s: float = 0.5
-    max_s: float = 30.0
-    jitter: Callable[[], float] = lambda: random.uniform(0.5, 1.0)
-
-    def wait_s(self, num_tried: int, retry_after: str | None = None) -> float | None:
-        """Return how long to wait before the next try; None if there is none.
-
-        Args:
-            num_tried: Tries so far, at least 1.
-            retry_after: The server's header of that name.
-        """
-        if num_tried > self.max_retries:
-            return None
-        asked = _seconds(retry_after) if retry_after else None
-        if asked is not None:
-            return asked if asked <= self.max_s else None
-        return min(self.max_s, self.base_s * 2 ** (num_tried - 1)) * self.jitter()
 
 
 class RemoteLoop:
@@ -231,10 +198,8 @@ class RemoteLoop:
             except httpx.HTTPError as error:
                 if not reader.is_complete:
                     raise self._errors.of_transport(error) from error
-        if not reader.is_complete:
-            raise self._errors.of_protocol("ended a stream without an answer")
-        if not reader.is_over:
-            stream.feed(reader.end())
+        for output in reader.end():
+            stream.feed(output)
 
     async def _ask(self, method: str, path: str, content: Any, optional: bool) -> Any:
         request = self._client.build_request(method, path, json=content)
@@ -293,14 +258,3 @@ class RemoteLoop:
 
 def _closed() -> EngineClosedError:
     return EngineClosedError("the engine is closed; open a new RemoteEngine")
-
-
-def _seconds(retry_after: str) -> float | None:
-    """Return what a Retry-After header means; None if it is not understood."""
-    if retry_after.isdecimal():
-        return float(retry_after)
-    try:
-        when = email.utils.parsedate_to_datetime(retry_after)
-    except ValueError:
-        return None
-    return max(0.0, when.timestamp() - time.time())

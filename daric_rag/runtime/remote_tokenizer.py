@@ -30,6 +30,7 @@ class ServerFacts:
         reuses: Whether it runs our connector.
         block_size: Tokens per KV block.
         vocab_size: Token ids lie below it.
+        scheduling_policy: ``"fcfs"`` or ``"priority"``.
         bos_token_id: See `daric_rag.tokenization.Tokenizer`; so are the next two.
         eos_token_id: End-of-turn token.
         unk_token_id: Token for what the vocabulary lacks.
@@ -41,6 +42,7 @@ class ServerFacts:
     reuses: bool
     block_size: int
     vocab_size: int
+    scheduling_policy: str
     bos_token_id: int | None
     eos_token_id: int | None
     unk_token_id: int | None

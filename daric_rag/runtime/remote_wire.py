@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 REUSE_HEADER = "x-daric-reuse"
-"""Request header that asks the server for reuse counts in the stream."""
+"""Request header that asks for reuse counts in the stream, of so many answers."""
 
 _DONE = "[DONE]"
 # Of a token in log-probabilities, which are asked for by id: texts are ambiguous.
@@ -63,6 +63,7 @@ def completion_body(submission: Submission, model: str, *, reuses: bool) -> byte
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
+        "priority": submission.options.priority,
     }
     if reuses and submission.wire is not None:
         body["kv_transfer_params"] = submission.kv_transfer_params
@@ -118,27 +119,37 @@ class RemoteOutput:
 class AnswerReader:
     """Client process. A stream's events to what `RequestStream.feed` takes.
 
-    The answer ends with an output of its own, for its counts come behind its last
-    token.
+    Answers end with an output of their own each, for their counts come behind the last
+    token of all.
 
     Args:
-        prompt_len: Tokens in the prompt.
+        submission: The request.
         errors: Of the server.
         unknown_reason: What to say of reuse where the server says nothing.
 
     Attributes:
-        is_complete: Whether the last token has arrived.
-        is_over: Whether the output that ends the answer was made.
+        is_over: Whether the outputs that end the answers were made.
     """
 
     def __init__(
-        self, prompt_len: int, errors: ServerErrors, unknown_reason: str
+        self, submission: Submission, errors: ServerErrors, unknown_reason: str
     ) -> None:
         """Wait for the first event."""
-        self._prompt_len, self._errors = prompt_len, errors
-        self._unknown_reason = unknown_reason
-        self._last = RemoteOutput([_Part()], finished=True)
-        self.is_complete = self.is_over = False
+        self._prompt_len = submission.layout.prompt_len
+        self._num_answers = submission.options.n
+        self._errors, self._unknown_reason = errors, unknown_reason
+        # Parts without a token, which have log-probabilities all the same if asked for.
+        wanted = submission.options.logprobs is not None
+        self._logprobs: tuple[()] | None = () if wanted else None
+        self._reasons: dict[int, str] = {}
+        self._params: dict[int, Mapping[str, Any]] = {}
+        self._num_cached_tokens: int | None = None
+        self.is_over = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last token of every answer has arrived."""
+        return len(self._reasons) == self._num_answers
 
     def take(self, data: str) -> Iterator[RemoteOutput]:
         """Take an event's data and yield what it means.
@@ -149,9 +160,7 @@ class AnswerReader:
         if self.is_over:
             return
         if data == _DONE:
-            if not self.is_complete:
-                raise self._errors.of_protocol("ended a stream without an answer")
-            yield self.end()
+            yield from self.end()
             return
         try:
             event = json.loads(data)
@@ -169,47 +178,59 @@ class AnswerReader:
             ) from problem
         yield from outputs
 
-    def end(self) -> RemoteOutput:
-        """Return the output that ends the answer, once it is complete."""
+    def end(self) -> Iterator[RemoteOutput]:
+        """Yield the outputs that end the answers; nothing when repeated.
+
+        Raises:
+            EngineError: They are not complete.
+        """
+        if self.is_over:
+            return
+        if not self.is_complete:
+            raise self._errors.of_protocol("ended a stream without an answer")
         self.is_over = True
-        if self._last.kv_transfer_params is None:
-            self._last.kv_transfer_params = encode_reuse(self._without_counts())
-        return self._last
+        for num_ended, index in enumerate(sorted(self._reasons), start=1):
+            yield RemoteOutput(
+                [_Part("", (), self._logprobs, self._reasons[index], index)],
+                finished=num_ended == self._num_answers,
+                kv_transfer_params=self._params.get(index, self._without_counts()),
+                num_cached_tokens=self._num_cached_tokens,
+            )
 
     def _output(self, choice: Mapping[str, Any]) -> RemoteOutput:
-        reason = choice.get("finish_reason")
-        if reason is not None:
-            self.is_complete = True
-            self._last.outputs[0].finish_reason = reason
+        index = choice["index"]
+        if not 0 <= index < self._num_answers:
+            raise ValueError(f"answer {index} of {self._num_answers}")
+        if choice.get("finish_reason") is not None:
+            self._reasons[index] = choice["finish_reason"]
         logprobs = choice.get("logprobs")
         part = _Part(
             text=choice["text"],
             token_ids=choice.get("token_ids") or (),
             logprobs=None if logprobs is None else _logprobs(logprobs["top_logprobs"]),
+            index=index,
         )
-        if logprobs is not None:
-            # Of the output that ends the answer, which has no token.
-            self._last.outputs[0].logprobs = ()
         return RemoteOutput([part])
 
     def _note(self, event: Mapping[str, Any]) -> None:
-        """Keep what an event says of the whole answer."""
+        """Keep what an event says of a whole answer, or of all."""
         params = event.get("kv_transfer_params")
         if isinstance(params, Mapping):
-            self._last.kv_transfer_params = params
+            self._params[event.get("index", 0)] = params
         usage = event.get("usage")
         details = usage.get("prompt_tokens_details") if usage else None
         if details:
-            self._last.num_cached_tokens = details.get("cached_tokens")
+            self._num_cached_tokens = details.get("cached_tokens")
 
-    def _without_counts(self) -> ReuseStats:
-        cached = self._last.num_cached_tokens or 0
-        return ReuseStats(
+    def _without_counts(self) -> dict[str, Any]:
+        cached = self._num_cached_tokens or 0
+        stats = ReuseStats(
             prompt_tokens=self._prompt_len,
             gpu_prefix_tokens=cached,
             recomputed_tokens=self._prompt_len - cached,
             reason=self._unknown_reason,
         )
+        return encode_reuse(stats)
 
 
 def _logprobs(positions: Sequence[Mapping[str, float]]) -> list[dict[int, _Logprob]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from daric_rag.engine import Completion, Delta, GenerationOptions, ReuseStats
@@ -50,6 +50,7 @@ class Submission:
         """How to sample, by the names that vLLM's engine and HTTP API share."""
         options = self.options
         return {
+            "n": options.n,
             "max_tokens": options.max_tokens,
             "temperature": options.temperature,
             "top_p": options.top_p,
@@ -60,8 +61,19 @@ class Submission:
         }
 
 
+@dataclass(slots=True)
+class _Answer:
+    """One answer to a request, as far as it has come; the fields are `Completion`'s."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    ttft_s: float = 0.0
+    completion: Completion | None = None
+
+
 class RequestStream:
-    """Client process. Collects an answer; `feed` runs in the engine's thread.
+    """Client process. Collects answers; `feed` runs in the engine's thread.
 
     Args:
         submission: The request.
@@ -76,10 +88,7 @@ class RequestStream:
         self.submission = submission
         self._put = put
         self._submitted_s = time.perf_counter()
-        self._ttft_s = 0.0
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[dict[int, float]] = []
+        self._answers = [_Answer() for _ in range(submission.options.n)]
         self.done = False
         self.engine_request_id = ""
         self._abort: Callable[[], None] = lambda: None
@@ -100,32 +109,47 @@ class RequestStream:
             self._put(error)
 
     def feed(self, output: Any) -> None:
-        """Take one of vLLM's delta outputs."""
+        """Take one of vLLM's delta outputs.
+
+        Each continues one answer. Its counts come with its own last output, and
+        ``finished`` is true once all answers are.
+        """
         if self.done:
             return
         part = output.outputs[0]
-        if not self._token_ids and part.token_ids:
+        answer = self._answers[part.index]
+        if not answer.token_ids and part.token_ids:
             # TTFT ends where the first token reaches the client process.
-            self._ttft_s = time.perf_counter() - self._submitted_s
+            answer.ttft_s = time.perf_counter() - self._submitted_s
         logprobs = _logprobs(part.logprobs)
-        self._text.append(part.text)
-        self._token_ids.extend(part.token_ids)
-        self._logprobs.extend(logprobs or ())
-        completion = self._completion(output) if output.finished else None
+        answer.text.append(part.text)
+        answer.token_ids.extend(part.token_ids)
+        answer.logprobs.extend(logprobs or ())
+        if part.finish_reason is not None:
+            answer.completion = self._completion(answer, output)
         self.done = output.finished
-        self._put(Delta(part.text, tuple(part.token_ids), logprobs, completion))
+        completion = self._all_answers() if output.finished else None
+        self._put(
+            Delta(part.text, tuple(part.token_ids), logprobs, completion, part.index)
+        )
 
-    def _completion(self, output: Any) -> Completion:
+    def _completion(self, answer: _Answer, output: Any) -> Completion:
         wanted = self.submission.options.logprobs is not None
         return Completion(
-            text="".join(self._text),
-            token_ids=tuple(self._token_ids),
-            finish_reason=output.outputs[0].finish_reason or "abort",
-            logprobs=tuple(self._logprobs) if wanted else None,
-            ttft_s=self._ttft_s,
+            text="".join(answer.text),
+            token_ids=tuple(answer.token_ids),
+            finish_reason=output.outputs[0].finish_reason,
+            logprobs=tuple(answer.logprobs) if wanted else None,
+            ttft_s=answer.ttft_s,
             reuse=self._reuse(output),
             trace=self._trace(output),
         )
+
+    def _all_answers(self) -> Completion:
+        """Return the first answer with the others as its alternatives."""
+        done = [answer.completion for answer in self._answers]
+        first, *others = [completion for completion in done if completion is not None]
+        return replace(first, alternatives=tuple(others))
 
     def _trace(self, output: Any) -> RequestTrace | None:
         wire = self.submission.wire

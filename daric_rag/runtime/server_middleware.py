@@ -14,12 +14,14 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from daric_rag.runtime.remote_tokenizer import FACTS_PATH, TEMPLATE_PATH, ServerFacts
 from daric_rag.runtime.remote_wire import REUSE_HEADER
+from daric_rag.runtime.request_ids import answer_request_id, served_request_id
 from daric_rag.runtime.serving import FIXED_OPTIONS
 
 __all__ = ["DaricMiddleware"]
@@ -34,6 +36,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _COMPLETIONS = "/v1/completions"
 _DONE = b"data: [DONE]"
+
+# More than vLLM takes, so that nobody keeps the engine busy with questions.
+_MAX_ANSWERS = 1024
 
 # The engine hears of a stop string from the front end, which streams on meanwhile.
 _NUM_LOOKS = 3
@@ -56,43 +61,51 @@ class DaricMiddleware:
         if scope["type"] == "lifespan":
             _add_routes(scope["app"])
         elif scope["type"] == "http" and scope["path"].endswith(_COMPLETIONS):
-            headers = dict(scope["headers"])
-            request_id = headers.get(b"x-request-id")
-            if request_id and headers.get(REUSE_HEADER.encode()):
-                send = _CountingSend(scope["app"], request_id.decode("latin-1"), send)
+            headers = Headers(scope=scope)
+            request_id = headers.get("x-request-id")
+            wanted = headers.get(REUSE_HEADER, "")
+            if request_id and wanted.isdecimal() and int(wanted) <= _MAX_ANSWERS:
+                ids = _answer_ids(request_id, int(wanted))
+                send = _CountingSend(scope["app"], ids, send)
         await self._app(scope, receive, send)
+
+
+def _answer_ids(request_id: str, num_answers: int) -> list[str]:
+    served = served_request_id(request_id)
+    return [answer_request_id(served, i, num_answers) for i in range(num_answers)]
 
 
 class _CountingSend:
     """API server process. Puts a stream's reuse counts in front of its end."""
 
-    def __init__(self, app: Any, request_id: str, send: Send) -> None:
-        # As vLLM's completions name the first prompt of a request.
-        self._app, self._request_id = app, f"cmpl-{request_id}-0"
-        self._send = send
+    def __init__(self, app: Any, ids: list[str], send: Send) -> None:
+        self._app, self._ids, self._send = app, ids, send
 
     async def __call__(self, message: Message) -> None:
         if message.get("body", b"").startswith(_DONE):
-            params = await self._counts()
-            if params is not None:
-                event = json.dumps({"kv_transfer_params": params})
-                body = f"data: {event}\n\n".encode()
-                await self._send({**message, "body": body, "more_body": True})
+            told = await asyncio.gather(*map(self._counts, self._ids))
+            events = [
+                json.dumps({"index": index, "kv_transfer_params": params})
+                for index, params in enumerate(told)
+                if params is not None
+            ]
+            body = "".join(f"data: {event}\n\n" for event in events).encode()
+            await self._send({**message, "body": body, "more_body": True})
         await self._send(message)
 
-    async def _counts(self) -> dict[str, Any] | None:
+    async def _counts(self, request_id: str) -> dict[str, Any] | None:
         engine = self._app.state.engine_client
         try:
             for _ in range(_NUM_LOOKS):
                 (params, *_) = await engine.collective_rpc(
-                    "daric_closing_params", args=(self._request_id,)
+                    "daric_closing_params", args=(request_id,)
                 )
                 if params is not None:
                     return dict(params)
                 await asyncio.sleep(_LOOK_AGAIN_S)
         except Exception:
             # The request has been answered and must not fail any more.
-            logger.warning("reuse counts of %s are unknown", self._request_id)
+            logger.warning("the reuse counts of request %s are unknown", request_id)
         return None
 
 
@@ -111,6 +124,7 @@ async def _tell_facts(request: Request) -> Response:
         reuses=config.parallel_config.worker_cls == FIXED_OPTIONS["worker_cls"],
         block_size=config.cache_config.block_size,
         vocab_size=config.model_config.get_vocab_size(),
+        scheduling_policy=config.scheduler_config.policy,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         unk_token_id=tokenizer.unk_token_id,

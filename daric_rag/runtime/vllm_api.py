@@ -38,7 +38,6 @@ __all__ = [
     "VllmConfig",
     "attention_kernel_of",
     "check_version",
-    "client_request_id",
     "current_platform",
     "executor_class_of",
     "extract_layer_index",
@@ -173,15 +172,6 @@ def has_cleanup(engine: Any) -> bool:
     """
     core = getattr(engine.engine_core, "engine_core", None)
     return core is not None and bool(core.scheduler.has_finished_requests())
-
-
-def client_request_id(request_id: str) -> str:
-    """Return the id that a client gave, of vLLM's own, which is made unique by a tail.
-
-    Args:
-        request_id: vLLM's own id of the request.
-    """
-    return request_id.rpartition("-")[0]
 
 
 def reuse_of_aborted(engine: Any, request_id: str) -> dict[str, Any] | None:

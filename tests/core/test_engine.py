@@ -91,13 +91,15 @@ BAD_OPTIONS = {
     "temperature": [-0.1, math.nan, math.inf, -math.inf, "0", None, True],
     "top_p": [0, 0.0, -0.5, 1.1, math.nan, "1", None, True],
     "logprobs": [-1, 1.5, True, "5"],
-    "seed": [-1, 1.5, True, "5"],
+    "seed": [-1, 1.5, True, "5", 2**63],
     "reuse": ["on", "", None, True, ["daric"]],
     "stop": ["", ["a", ""], ["a", 5], 5, b"a", [None], {"a": 1}, iter("a")],
     "ignore_eos": [1, None, "yes"],
     "trace": [0, None, "yes"],
     "conversation": ["", 5, b"id"],
     "namespace": ["", 5, b"id"],
+    "n": [0, -1, 1.0, True, None, "2", 2**63],
+    "priority": [0.5, True, None, "1", 2**63, -(2**63) - 1],
 }
 
 
@@ -123,11 +125,21 @@ def test_bad_options_are_refused_by_name(name, value):
         {"stop": ("a", "b")},
         {"reuse": "off"},
         {"reuse": "full_reuse", "conversation": "c", "ignore_eos": True},
+        {"n": 3, "temperature": 0.7},
+        {"n": 1, "temperature": 0.0},
+        {"priority": -(2**63)},
+        {"priority": 7},
     ],
 )
 def test_good_options_are_kept(options):
     made = GenerationOptions(**options)
     assert {name: getattr(made, name) for name in options} == options
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-6])
+def test_several_greedy_answers_are_refused(temperature):
+    with pytest.raises(ConfigError, match=r"greedy.*temperature above 0.*or n=1"):
+        GenerationOptions(n=2, temperature=temperature)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +159,13 @@ def test_reuse_stats_add_up():
         gpu_prefix_tokens=1, contiguous_hit_tokens=10, disjoint_hit_tokens=100
     )
     assert (stats.hit_tokens, stats.reused_tokens) == (110, 111)
+
+
+def test_all_answers_begin_with_the_completion_itself():
+    second = Completion("b", (2,), "stop", None, 0.2)
+    first = Completion("a", (1,), "stop", None, 0.1, alternatives=(second,))
+    assert first.answers == (first, second)
+    assert second.answers == (second,)
 
 
 def test_the_protocol_is_met_by_a_fake_of_a_few_lines():

@@ -168,7 +168,9 @@ def test_asking_for_a_trace_changes_no_salt():
 
 
 def finished(params):
-    part = SimpleNamespace(text="a", token_ids=[1], logprobs=None, finish_reason="stop")
+    part = SimpleNamespace(
+        index=0, text="a", token_ids=[1], logprobs=None, finish_reason="stop"
+    )
     return SimpleNamespace(outputs=[part], finished=True, kv_transfer_params=params)
 
 

@@ -104,6 +104,7 @@ class FakeServer(httpx.AsyncBaseTransport):
 
     Attributes:
         daric: Whether it has our middleware and connector.
+        policy: How it schedules requests.
         counts: What it tells of reuse.
         cut: Bytes per piece of a stream.
         script: What happens to the next completions instead: an exception to raise,
@@ -115,6 +116,7 @@ class FakeServer(httpx.AsyncBaseTransport):
     """
 
     daric: bool = True
+    policy: str = "fcfs"
     counts: ReuseStats | None = field(
         default_factory=lambda: ReuseStats(disjoint_hit_tokens=9, load_s=0.5)
     )
@@ -172,6 +174,7 @@ class FakeServer(httpx.AsyncBaseTransport):
             "reuses": True,
             "block_size": 16,
             "vocab_size": VOCAB_SIZE,
+            "scheduling_policy": self.policy,
             "bos_token_id": None,
             "eos_token_id": 1,
             "unk_token_id": None,

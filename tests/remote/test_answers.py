@@ -17,6 +17,7 @@ from daric_rag import (
     DaricConfig,
     Delta,
     EngineClosedError,
+    EngineError,
     PromptError,
     PromptTooLongError,
     RemoteEngine,
@@ -288,6 +289,64 @@ def test_a_trace_comes_with_the_counts(
     assert engine.generate(PROMPT, trace=True).trace == TRACE
     assert server.bodies[0]["kv_transfer_params"]["daric"]["trace"] == 1
     assert engine.generate(PROMPT).trace is None
+
+
+def part(index: int, text: str, reason: str | None = None) -> dict[str, Any]:
+    token = {"text": text, "token_ids": [ord(text)], "finish_reason": reason}
+    return {"choices": [{"index": index, **token}]}
+
+
+def test_several_answers_have_counts_of_their_own(
+    server: FakeServer, engine: RemoteEngine
+) -> None:
+    counts = [ReuseStats(disjoint_hit_tokens=9), ReuseStats(gpu_prefix_tokens=9)]
+    told = [
+        {"index": index, "kv_transfer_params": encode_reuse(stats)}
+        for index, stats in enumerate(counts)
+    ]
+    events = [part(1, "x"), part(0, "a"), part(1, "y", "stop"), part(0, "b", "length")]
+    done = b"data: [DONE]\n\n"
+    server.script = [lambda *_: server.stream(*map(event, [*events, *told]), done)]
+    deltas = list(engine.stream(PROMPT, n=2, temperature=1.0, seed=5))
+    last = deltas[-1].completion
+    assert last is not None
+    assert [(answer.text, answer.finish_reason) for answer in last.answers] == [
+        ("ab", "length"),
+        ("xy", "stop"),
+    ]
+    reuse = [replace(answer.reuse, num_chunks=0) for answer in last.answers]
+    assert reuse == counts
+    assert [(d.index, d.text) for d in deltas if d.text] == [
+        (1, "x"),
+        (0, "a"),
+        (1, "y"),
+        (0, "b"),
+    ]
+    assert (server.bodies[0]["n"], server.headers[0]["x-daric-reuse"]) == (2, "2")
+
+
+@pytest.mark.parametrize("events", [[part(0, "a", "stop")], [part(2, "a", "stop")]])
+def test_answers_that_are_not_those_asked_for(
+    server: FakeServer, engine: RemoteEngine, events: list[Any]
+) -> None:
+    done = b"data: [DONE]\n\n"
+    server.script = [lambda *_: server.stream(*map(event, events), done)]
+    with pytest.raises(EngineError, match=r"without an answer|another form"):
+        engine.generate(PROMPT, n=2, temperature=1.0)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_priorities_need_a_server_that_has_them(
+    server: FakeServer, policy: str
+) -> None:
+    server.policy = policy
+    with open_engine(server) as engine:
+        if policy == "priority":
+            engine.generate(PROMPT, priority=-3)
+            assert server.bodies[0]["priority"] == -3
+        else:
+            with pytest.raises(ConfigError, match="--scheduling-policy=priority"):
+                engine.generate(PROMPT, priority=-3)
 
 
 def test_the_lowest_log_probability_is_minus_infinity(

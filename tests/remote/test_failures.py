@@ -29,7 +29,7 @@ from daric_rag import (
     WireError,
 )
 from daric_rag.runtime import remote_loop
-from daric_rag.runtime.remote_loop import Backoff
+from daric_rag.runtime.remote_retry import Backoff
 from tests.remote.fake_server import KEY, FakeServer, error_reply, event, forever
 
 PROMPT = TokenPrompt([[20] * 30, [21] * 40, [22, 23]])

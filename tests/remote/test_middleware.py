@@ -100,6 +100,7 @@ async def client(engine: Engine) -> Any:
     app.state.vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(worker_cls=worker_cls),
         cache_config=SimpleNamespace(block_size=16),
+        scheduler_config=SimpleNamespace(policy="fcfs"),
         model_config=SimpleNamespace(get_vocab_size=lambda: 99),
     )
     await _start(app)
@@ -139,9 +140,33 @@ async def test_a_stream_ends_with_its_counts(
     engine.told = [COUNTS]
     first, counts, done = await stream(client, **ASKING)
     assert json.loads(first) == {"choices": []}
-    assert json.loads(counts) == {"kv_transfer_params": COUNTS}
+    assert json.loads(counts) == {"index": 0, "kv_transfer_params": COUNTS}
     assert done == "[DONE]"
     assert engine.asked == [("daric_closing_params", "cmpl-abc-0")]
+
+
+async def test_every_answer_has_its_counts(
+    client: httpx.AsyncClient, engine: Engine
+) -> None:
+    others = {"daric": {"version": 1, "reuse": {"prompt_tokens": 6}}}
+    engine.told = [COUNTS, others, None, None, None]
+    _, *counts, _ = await stream(client, **ASKING | {"x-daric-reuse": "3"})
+    assert [json.loads(text) for text in counts] == [
+        {"index": 0, "kv_transfer_params": COUNTS},
+        {"index": 1, "kv_transfer_params": others},
+    ]
+    ids = [request_id for _, request_id in engine.asked]
+    assert ids[:3] == [f"{index}_cmpl-abc-0" for index in range(3)]
+    assert ids[3:] == ["2_cmpl-abc-0"] * 2
+
+
+@pytest.mark.parametrize("num", ["", "-1", "x", "99999999"])
+async def test_foolish_numbers_ask_for_nothing(
+    client: httpx.AsyncClient, engine: Engine, num: str
+) -> None:
+    headers = ASKING | {"x-daric-reuse": num}
+    assert len(await stream(client, **headers)) == 2
+    assert engine.asked == []
 
 
 async def test_the_engine_is_asked_again_while_it_does_not_know(
@@ -184,6 +209,7 @@ async def test_a_server_describes_itself(client: httpx.AsyncClient) -> None:
         reuses=True,
         block_size=16,
         vocab_size=99,
+        scheduling_policy="fcfs",
         bos_token_id=1,
         eos_token_id=2,
         unk_token_id=None,

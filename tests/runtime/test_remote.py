@@ -159,6 +159,22 @@ def test_streams_stops_and_traces(served: Served, engine: RemoteEngine) -> None:
     assert [chunk.end for chunk in stopped.trace.chunks] == [96, 192, 288, 293]
 
 
+def test_several_answers_are_drawn_as_single_ones_would_be(
+    engine: RemoteEngine,
+) -> None:
+    options = OPTIONS | {"temperature": 1.5}
+    prompt = PROMPTS["reordered"]
+    done = engine.generate(prompt, n=3, seed=4, **options)
+    assert [answer.token_ids for answer in done.answers] == [
+        engine.generate(prompt, seed=seed, **options).token_ids for seed in (4, 5, 6)
+    ]
+    for answer in done.answers:
+        assert answer.reuse.reason == ""
+        assert answer.reuse.prompt_tokens == 293
+    with pytest.raises(ConfigError, match="--scheduling-policy=priority"):
+        engine.generate(prompt, priority=1)
+
+
 def test_ordinary_requests_share_the_prefix_cache(engine: RemoteEngine) -> None:
     prompt = PROMPTS["in order"]
     first, second = (engine.generate(prompt, reuse="off", **OPTIONS) for _ in range(2))
