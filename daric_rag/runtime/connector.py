@@ -236,7 +236,8 @@ class DaricConnector(KVConnectorBase_V1):
             for new in scheduler_output.scheduled_new_reqs
         }
         after = {req_id: computed[req_id] + num for req_id, num in num_tokens.items()}
-        return DaricMetadata(self.scheduler.build_step(after, block_ids_of), True)
+        plan = self.scheduler.build_step(after, block_ids_of)
+        return DaricMetadata(plan, True, self.scheduler.take_told())
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Learn what the worker did, at the end of every step that ran a pass."""

@@ -46,8 +46,7 @@ _PLAIN_REASON = (
     "`daric serve-command` prints"
 )
 _UNTOLD_REASON = (
-    "the server did not tell: only one whose scheduler and worker share a process "
-    "knows the counts of streamed answers"
+    "the server did not tell: the connection, or its engine, broke before it could"
 )
 
 

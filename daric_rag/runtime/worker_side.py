@@ -14,6 +14,7 @@ from torch import Tensor
 
 from daric_rag.config import KvStorageName
 from daric_rag.keys import Scalar, model_fingerprint
+from daric_rag.runtime.ended import KeptAnswers
 from daric_rag.runtime.fill_queue import FillQueue
 from daric_rag.runtime.gate_record import GateRecord, gate_facts
 from daric_rag.runtime.kv_codec import KvShape, codec_of
@@ -81,6 +82,7 @@ class WorkerSide:
         self._reencoder: Reencoder | None = None
         self._queue = FillQueue(block_size)
         self._run: StepRun | None = None
+        self.answers = KeptAnswers()
         self._unpin: Callable[[], object] = lambda: None
 
     def register_layers(self, layers: Sequence[Tensor]) -> None:
@@ -188,6 +190,8 @@ class WorkerSide:
         """
         metadata = scheduled.kv_connector_metadata
         assert isinstance(metadata, DaricMetadata)
+        for req_id, params in metadata.answers.items():
+            self.answers.add(req_id, params)
         self._bound_mover.protect(metadata.plan.hit_keys())
         self._run = StepRun(
             self._bound_mover,

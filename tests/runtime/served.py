@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,7 +25,9 @@ _END_TIMEOUT_S = 20.0
 
 
 @contextmanager
-def serving(model: Path, store: Path, log: Path, *options: str) -> Iterator[str]:
+def serving(
+    model: Path, store: Path, log: Path, *options: str, command: Sequence[str] = ()
+) -> Iterator[str]:
     """Yields the address of a server, which is ended afterwards.
 
     Args:
@@ -33,10 +35,13 @@ def serving(model: Path, store: Path, log: Path, *options: str) -> Iterator[str]
         store: Folder of its KV store.
         log: File for what the server says.
         options: Further ones of ``vllm serve``.
+        command: Further ones of ``daric serve-command``.
     """
     port = _free_port()
-    arguments = [str(model), "--store", str(store), "--port", str(port), "--json"]
-    told = CliRunner().invoke(cli.app, ["serve-command", *arguments, "--", *options])
+    arguments = [str(model), "--store", str(store), "--port", str(port), *command]
+    told = CliRunner().invoke(
+        cli.app, ["serve-command", "--json", *arguments, "--", *options]
+    )
     command = json.loads(told.stdout)
     words = command["arguments"]
     if words[0] == "python":
