@@ -8,6 +8,7 @@ transformers is needed on this side.
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,8 @@ from daric_rag.runtime.remote_tokenizer import (
     FACTS_PATH,
     RemoteTokenizer,
     ServerFacts,
+    check_tokenizer,
+    file_encoder,
 )
 from daric_rag.runtime.remote_wire import REUSE_HEADER, AnswerReader, completion_body
 from daric_rag.runtime.request_stream import RequestStream, Submission
@@ -61,8 +64,9 @@ class RemoteEngine(ClientEngine):
         api_key: The server's ``--api-key``, if it has one.
         model: The model's name on the server; None for its only one.
         config: Layout and selection; capacities are the server's affair.
-        tokenizer: The model's, as an object of the `Tokenizer` protocol; None to have
-            the server tokenise. A local one saves a round trip per new text.
+        tokenizer: The model's, to save a round trip per new text: its folder or its
+            ``tokenizer.json``, or an object of the `Tokenizer` protocol. None to have
+            the server tokenise.
         timeout_s: Longest silence to wait for, in seconds: for the first token, and
             between tokens.
         max_retries: Further tries of a request that the server has not begun to answer,
@@ -86,7 +90,7 @@ class RemoteEngine(ClientEngine):
         api_key: str | None = None,
         model: str | None = None,
         config: DaricConfig | None = None,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
         timeout_s: float = 600.0,
         max_retries: int = 2,
         headers: Mapping[str, str] | None = None,
@@ -138,35 +142,51 @@ class RemoteEngine(ClientEngine):
         """Close, without keeping the event loop waiting."""
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
-    def _connect(self, model: str | None, tokenizer: Tokenizer | None) -> None:
+    def _connect(
+        self, model: str | None, tokenizer: Tokenizer | str | os.PathLike[str] | None
+    ) -> None:
         cards = self._loop.ask("GET", "/v1/models")
         self.model, self.max_model_len = self._choose(cards, model)
         facts = self._facts()
-        if facts is None and self.config.alignment == "block":
+        if facts is not None:
+            self._vocab_size = facts.vocab_size
+            self._scheduling_policy = facts.scheduling_policy
+        elif self.config.alignment == "block":
             raise ConfigError(
                 f'alignment="block" needs the KV block size, and {self.base_url} runs '
                 f'without daric_rag: use alignment="exact"'
             )
         self._reuses = facts is not None and facts.reuses
-        if facts is not None:
-            self._vocab_size = facts.vocab_size
-            self._scheduling_policy = facts.scheduling_policy
-        if tokenizer is None:
-            if facts is None:
-                raise ConfigError(
-                    f"{self.base_url} runs without daric_rag and does not describe its "
-                    f"tokenizer: start it with the command that `daric serve-command` "
-                    f"prints, or pass tokenizer="
-                )
-            tokenizer = RemoteTokenizer(facts, self.model, self._loop.ask)
-        self.tokenizer = tokenizer
+        self.tokenizer = self._tokenizer(facts, tokenizer)
         self._processor = InputProcessor(
-            tokenizer,
+            self.tokenizer,
             config=self.config,
             # With exact alignment nothing depends on it.
             block_size=1 if facts is None else facts.block_size,
             max_model_len=self.max_model_len,
         )
+
+    def _tokenizer(
+        self,
+        facts: ServerFacts | None,
+        given: Tokenizer | str | os.PathLike[str] | None,
+    ) -> Tokenizer:
+        """Return what makes ids of texts: the server, a file or what was given."""
+        ask = self._loop.ask
+        if given is not None and not isinstance(given, str | os.PathLike):
+            check_tokenizer(given, self.model, ask)
+            return given
+        if facts is None:
+            raise ConfigError(
+                f"{self.base_url} runs without daric_rag and does not describe its "
+                f"tokenizer: start it with the command that `daric serve-command` "
+                f"prints, or pass tokenizer= as an object"
+            )
+        if given is None:
+            return RemoteTokenizer(facts, self.model, ask)
+        tokenizer = RemoteTokenizer(facts, self.model, ask, file_encoder(given))
+        check_tokenizer(tokenizer, self.model, ask)
+        return tokenizer
 
     def _choose(self, cards: Any, wanted: str | None) -> tuple[str, int]:
         """Return the name and the context length of the model to use."""

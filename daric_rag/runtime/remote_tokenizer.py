@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from daric_rag.errors import UnsupportedModelError, WireError
-from daric_rag.tokenization import TokenCache
+from daric_rag.errors import ConfigError, UnsupportedModelError, WireError
+from daric_rag.tokenization import TokenCache, Tokenizer
 
-__all__ = ["FACTS_PATH", "TEMPLATE_PATH", "RemoteTokenizer", "ServerFacts"]
+__all__ = [
+    "FACTS_PATH",
+    "TEMPLATE_PATH",
+    "RemoteTokenizer",
+    "ServerFacts",
+    "check_tokenizer",
+    "file_encoder",
+]
 
 # Below /v1, which the server's API key guards.
 FACTS_PATH = "/v1/daric"
@@ -18,8 +28,14 @@ TEMPLATE_PATH = "/v1/daric/chat_template"
 
 _MAX_CACHED_CHARS = 1024 * 1024
 
+# Scripts, digits, cases and spaces, at which vocabularies differ.
+_SAMPLE = "Ää 日本語, 1234567\n\n  the End. "
+
 Ask = Callable[[str, str, Any], Any]
 """Asks the server: method, path and JSON content to the JSON that it answers."""
+
+Encoder = Callable[[str, bool], list[int]]
+"""A text, and whether to add special tokens, to ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +102,15 @@ class RemoteTokenizer:
         facts: Of the server.
         model: The model's name there.
         ask: Asks the server.
+        encoder: Encodes texts instead of the server; see `file_encoder`.
     """
 
-    def __init__(self, facts: ServerFacts, model: str, ask: Ask) -> None:
+    def __init__(
+        self, facts: ServerFacts, model: str, ask: Ask, encoder: Encoder | None = None
+    ) -> None:
         """Ask nothing yet."""
-        self._facts, self._model, self._ask = facts, model, ask
+        self._facts, self._ask = facts, ask
+        self._encoder = encoder or partial(served_ids, ask, model)
         self._known = {flag: TokenCache(_MAX_CACHED_CHARS) for flag in (False, True)}
         self.bos_token_id = facts.bos_token_id
         self.eos_token_id = facts.eos_token_id
@@ -108,16 +128,7 @@ class RemoteTokenizer:
         known = self._known[add_special_tokens]
         ids = known.get(text)
         if ids is None:
-            answer = self._ask(
-                "POST",
-                "/tokenize",
-                {
-                    "model": self._model,
-                    "prompt": text,
-                    "add_special_tokens": add_special_tokens,
-                },
-            )
-            ids = _ids(answer)
+            ids = self._encoder(text, add_special_tokens)
             known.put(text, ids)
         return list(ids)
 
@@ -129,21 +140,80 @@ class RemoteTokenizer:
         add_generation_prompt: bool,
     ) -> str:
         """Return the rendered conversation."""
-        answer = self._ask(
-            "POST",
-            TEMPLATE_PATH,
-            {
-                "messages": conversation,
-                "add_generation_prompt": add_generation_prompt,
-            },
-        )
+        content = {
+            "messages": conversation,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        answer = self._ask("POST", TEMPLATE_PATH, content)
+        if not isinstance(answer, Mapping) or not {"text", "error"} & answer.keys():
+            raise WireError("the server's chat template gave no text")
         if "error" in answer:
-            raise UnsupportedModelError(answer["error"])
+            raise UnsupportedModelError(str(answer["error"]))
         return str(answer["text"])
 
 
-def _ids(answer: Any) -> list[int]:
+def served_ids(ask: Ask, model: str, text: str, add_special_tokens: bool) -> list[int]:
+    """Return a text's ids as a server's own tokenizer gives them.
+
+    Raises:
+        WireError: The answer holds none.
+    """
+    content = {
+        "model": model,
+        "prompt": text,
+        "add_special_tokens": add_special_tokens,
+    }
+    answer = ask("POST", "/tokenize", content)
     ids = answer.get("tokens") if isinstance(answer, Mapping) else None
     if not isinstance(ids, list) or not all(type(index) is int for index in ids):
         raise WireError("the server's /tokenize answered without token ids")
     return ids
+
+
+def file_encoder(path: str | os.PathLike[str]) -> Encoder:
+    """Return an encoder from a tokenizer's file; needs the package ``tokenizers``.
+
+    Args:
+        path: A ``tokenizer.json``, or a model's folder with one.
+
+    Raises:
+        ConfigError: The package or the file is missing, or the file is another one.
+    """
+    try:
+        from tokenizers import Tokenizer as FileTokenizer
+    except ImportError as error:
+        raise ConfigError(
+            "a tokenizer's file is read by the package tokenizers: pip install "
+            "tokenizers, or leave tokenizer= out to have the server tokenise"
+        ) from error
+    file = Path(path)
+    file = file / "tokenizer.json" if file.is_dir() else file
+    try:
+        tokenizer = FileTokenizer.from_str(file.read_text("utf-8"))
+    except Exception as error:  # Its own are no subclass of anything more telling.
+        raise ConfigError(f"{file} cannot be read as a tokenizer ({error})") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = tokenizer.encode(
+            text, add_special_tokens=add_special_tokens
+        ).ids
+        return ids
+
+    return encode
+
+
+def check_tokenizer(tokenizer: Tokenizer, model: str, ask: Ask) -> None:
+    """Refuse a tokenizer that is not the served model's, which would read nonsense.
+
+    Raises:
+        ConfigError: A sample's ids differ.
+    """
+    for add_special_tokens in (False, True):
+        ours = tokenizer.encode(_SAMPLE, add_special_tokens=add_special_tokens)
+        if ours != served_ids(ask, model, _SAMPLE, add_special_tokens):
+            raise ConfigError(
+                f"tokenizer= gives other ids than the server's for {model}: pass the "
+                f"tokenizer of that model, or leave it out"
+            )

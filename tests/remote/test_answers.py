@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,43 +23,21 @@ from daric_rag import (
     ReuseStats,
     TokenPrompt,
 )
-from daric_rag.input_processor import InputProcessor
 from daric_rag.wire import decode_request, encode_reuse, salt_of
 from tests.core.test_trace import TRACE
 from tests.remote.fake_server import (
     KEY,
     MAX_MODEL_LEN,
     MODEL,
-    SPECIAL,
     TEXTS,
     TOKENS,
     VOCAB_SIZE,
     FakeServer,
-    encode,
     event,
 )
 
 PROMPT = TokenPrompt([[20] * 30, [21] * 40, [22, 23]])
 WHOLE = "".join(TEXTS)
-
-
-class LocalTokenizer:
-    """The fake server's tokenizer, on this side."""
-
-    bos_token_id, eos_token_id, unk_token_id = None, 1, None
-    chat_template = "a template"
-    added_tokens_decoder: Mapping[int, Any] = {
-        i: SimpleNamespace(content=text, special=True) for text, i in SPECIAL.items()
-    }
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return encode(text)
-
-    def apply_chat_template(self, conversation: Any, **_: Any) -> str:
-        if conversation[0]["role"] == "system":
-            raise ValueError("no system role here")
-        turns = "".join(f"<|user|>{m['content']}<|end|>" for m in conversation)
-        return turns + "<|bot|>"
 
 
 def open_engine(server: FakeServer, **options: Any) -> RemoteEngine:
@@ -185,38 +162,6 @@ def test_bad_input_is_refused_before_the_server_hears_of_it(
     assert server.bodies == []
 
 
-def test_the_server_s_tokenizer_lays_out_as_a_local_one(
-    server: FakeServer, engine: RemoteEngine
-) -> None:
-    prompt = ChunkedPrompt(
-        system="Be brief.",
-        documents=[
-            "The mill <|bot|> was built.",
-            "日本 é",
-            "The mill <|bot|> was built.",
-        ],
-        question="When <|end|>?",
-    )
-    config = DaricConfig()
-    local = InputProcessor(
-        LocalTokenizer(), config=config, block_size=16, max_model_len=MAX_MODEL_LEN
-    )
-    assert engine.layout(prompt) == local.layout(prompt)
-    with open_engine(server, tokenizer=LocalTokenizer()) as other:
-        num_asked = server.paths.count("/tokenize")
-        assert other.layout(prompt) == local.layout(prompt)
-        assert server.paths.count("/tokenize") == num_asked
-    assert engine.generate(prompt).text == WHOLE
-
-
-def test_texts_are_tokenised_once(server: FakeServer, engine: RemoteEngine) -> None:
-    documents = ["The mill was built.", "It burned down."]
-    engine.layout(ChunkedPrompt(documents=documents, question="When?"))
-    num_asked = len(server.paths)
-    engine.layout(ChunkedPrompt(documents=documents[::-1], question="When?"))
-    assert len(server.paths) == num_asked
-
-
 def test_block_alignment_pads_to_the_server_s_blocks(server: FakeServer) -> None:
     with open_engine(server, config=DaricConfig(alignment="block")) as engine:
         layout = engine.layout(PROMPT)
@@ -234,39 +179,6 @@ def test_prewarming_stores_to_the_last_token(
     for body in server.bodies:
         assert body["kv_transfer_params"]["daric"]["save_tail"] == 1
         assert body["max_tokens"] == 1
-
-
-def test_a_plain_vllm_server_answers_and_the_counts_say_why(
-    server: FakeServer,
-) -> None:
-    server.daric = False
-    with open_engine(server, tokenizer=LocalTokenizer()) as engine:
-        done = engine.generate(PROMPT, max_tokens=5)
-    assert done.text == WHOLE
-    assert done.reuse.reason.startswith("the server runs without daric_rag")
-    assert "daric serve-command" in done.reuse.reason
-    assert (done.reuse.prompt_tokens, done.reuse.gpu_prefix_tokens) == (72, 7)
-    # Its prefix cache is exact: a salt would only keep prompts apart.
-    assert "cache_salt" not in server.bodies[0]
-    assert "kv_transfer_params" not in server.bodies[0]
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({}, "pass tokenizer="),
-        (
-            {"tokenizer": LocalTokenizer(), "config": DaricConfig(alignment="block")},
-            'alignment="exact"',
-        ),
-    ],
-)
-def test_a_plain_vllm_server_cannot_tell_everything(
-    server: FakeServer, options: Any, text: str
-) -> None:
-    server.daric = False
-    with pytest.raises(ConfigError, match=text):
-        open_engine(server, **options)
 
 
 def test_counts_that_the_server_could_not_tell_are_not_zero_in_silence(
