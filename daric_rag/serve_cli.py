@@ -35,13 +35,14 @@ def serve_command(
     model: Annotated[
         str,
         typer.Argument(
-            help="A local folder, a hub name, or the short name smollm2-135m."
+            metavar="MODEL",
+            help="A local folder, a hub name, or the short name smollm2-135m.",
         ),
     ],
     more: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[-- OPTIONS]",
+            metavar="-- OPTION",
             help="Options of vllm serve to add, behind --.",
             show_default=False,
         ),

@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,8 +94,7 @@ class RemoteLoop:
         Raises:
             DaricError: See `ServerErrors`.
         """
-        with self._lock:
-            self._check_open()
+        with self._opened():
             answer = self._ask(method, path, content, optional)
             asked = asyncio.run_coroutine_threadsafe(answer, self._loop)
         try:
@@ -121,22 +120,26 @@ class RemoteLoop:
             self._thread.join()
 
     def _post(self, command: Callable[[], object], *, quiet: bool = False) -> None:
-        # Under the lock, so that no command arrives when the loop is gone.
-        with self._lock:
-            if os.getpid() == self._pid and not self._closing:
+        try:
+            with self._opened():
                 self._loop.call_soon_threadsafe(command)
-                return
-        if not quiet:
-            self._check_open()
+        except EngineClosedError:
+            if not quiet:
+                raise
 
-    def _check_open(self) -> None:
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Hold the loop open, so that no command arrives when it is gone."""
+        # Before the lock, which nobody may give back in a fork.
         if os.getpid() != self._pid:
             raise EngineClosedError(
                 "this process was forked from the engine's, whose thread stayed there; "
                 "open a RemoteEngine in this process"
             )
-        if self._closing:
-            raise _closed()
+        with self._lock:
+            if self._closing:
+                raise _closed()
+            yield
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -347,6 +348,17 @@ def test_closing_the_engine_wakes_who_waits(server: FakeServer) -> None:
     (error,) = errors
     assert isinstance(error, EngineClosedError)
     assert server.streams[0].closed
+
+
+def test_a_forked_process_has_no_thread_to_ask(
+    server: FakeServer, engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        for call in (engine.generate, engine.layout):
+            with pytest.raises(EngineClosedError, match="forked"):
+                call(ChunkedPrompt(question="new"))
+    assert engine.generate(PROMPT).text
 
 
 def test_no_thread_outlives_its_engine(server: FakeServer) -> None:
