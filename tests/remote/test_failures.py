@@ -355,9 +355,10 @@ def test_a_forked_process_has_no_thread_to_ask(
 ) -> None:
     with monkeypatch.context() as child:
         child.setattr(os, "getpid", lambda: -1)
-        for call in (engine.generate, engine.layout):
-            with pytest.raises(EngineClosedError, match="forked"):
-                call(ChunkedPrompt(question="new"))
+        with pytest.raises(EngineClosedError, match="forked"):
+            engine.generate(PROMPT)
+        with pytest.raises(EngineClosedError, match="forked"):
+            engine.layout(ChunkedPrompt(question="new"))
     assert engine.generate(PROMPT).text
 
 
