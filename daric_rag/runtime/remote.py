@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import httpx
 
-from daric_rag.config import DaricConfig
+from daric_rag.config import DaricConfig, shown
 from daric_rag.engine import Delta
 from daric_rag.errors import ConfigError, ModelNotFoundError
 from daric_rag.input_processor import InputProcessor
@@ -43,6 +43,7 @@ _KEPT_CONNECTIONS = 64
 _KEEP_ALIVE_S = 4.0
 
 _MIN_SECRET_LEN = 8
+_KINDS = {int: "an int", float: "a number"}
 
 _PLAIN_REASON = (
     "the server runs without daric_rag's connector: start it with the command that "
@@ -100,6 +101,8 @@ class RemoteEngine(ClientEngine):
         self.config = checked_config(config)
         self.base_url = _checked_url(base_url)
         sent = _checked_headers(api_key, headers)
+        _check_number("timeout_s", timeout_s, above=0.0)
+        _check_number("max_retries", max_retries, above=-1)
         self._errors = ServerErrors(self.base_url, timeout_s, tuple(_secrets(sent)))
         client = httpx.AsyncClient(
             base_url=self.base_url,
@@ -244,6 +247,15 @@ def _checked_url(base_url: str) -> str:
             "wants to know as headers="
         )
     return str(url).rstrip("/").removesuffix("/v1")
+
+
+def _check_number(name: str, value: object, *, above: float) -> None:
+    kind = type(above)
+    is_number = isinstance(value, int | kind) and not isinstance(value, bool)
+    if not is_number or not value > above:  # type: ignore[operator]
+        raise ConfigError(
+            f"{name} is {shown(value)}; it must be {_KINDS[kind]} above {above:g}"
+        )
 
 
 def _secrets(headers: Mapping[str, str]) -> Iterator[str]:

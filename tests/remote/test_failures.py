@@ -268,6 +268,19 @@ def test_a_server_that_wants_to_be_left_alone_is(
     assert (len(server.bodies), waits) == (1, [])
 
 
+def test_a_busy_server_s_connection_is_given_back(
+    server: FakeServer, engine: RemoteEngine, waits: list[float]
+) -> None:
+    def busy(*_: Any) -> httpx.Response:
+        response = server.stream(b"come back later")
+        response.status_code = 503
+        return response
+
+    server.script = [busy]
+    assert engine.generate(PROMPT).text
+    assert server.streams[0].closed
+
+
 def test_waits_double_up_to_a_limit() -> None:
     backoff = Backoff(max_retries=9, base_s=1.0, max_s=10.0, jitter=lambda: 1.0)
     waits = [backoff.wait_s(num_tried) for num_tried in range(1, 11)]
@@ -385,6 +398,22 @@ def test_no_thread_outlives_its_engine(server: FakeServer) -> None:
 def test_an_address_that_is_none(server: FakeServer, url: str) -> None:
     with pytest.raises(ConfigError, match="base_url"):
         RemoteEngine(url, transport=server)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("timeout_s", 0),
+        ("timeout_s", float("nan")),
+        ("timeout_s", "5"),
+        ("max_retries", -1),
+        ("max_retries", 1.5),
+        ("max_retries", True),
+    ],
+)
+def test_numbers_that_are_none(server: FakeServer, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is .* above"):
+        open_engine(server, **{name: value})
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
