@@ -46,8 +46,8 @@ _MIN_SECRET_LEN = 8
 _KINDS = {int: "an int", float: "a number"}
 
 _PLAIN_REASON = (
-    "the server runs without daric_rag's connector: start it with the command that "
-    "`daric serve-command` prints"
+    "the server runs without daric_rag's connector or middleware: start it with the "
+    "command that `daric serve-command` prints"
 )
 _UNTOLD_REASON = (
     "the server did not tell: the connection, or its engine, broke before it could"
