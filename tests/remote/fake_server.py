@@ -105,6 +105,7 @@ class FakeServer(httpx.AsyncBaseTransport):
     Attributes:
         daric: Whether it has our middleware and connector.
         policy: How it schedules requests.
+        missing: Paths that it does not have.
         counts: What it tells of reuse.
         cut: Bytes per piece of a stream.
         script: What happens to the next completions instead: an exception to raise,
@@ -117,6 +118,7 @@ class FakeServer(httpx.AsyncBaseTransport):
 
     daric: bool = True
     policy: str = "fcfs"
+    missing: set[str] = field(default_factory=set)
     counts: ReuseStats | None = field(
         default_factory=lambda: ReuseStats(disjoint_hit_tokens=9, load_s=0.5)
     )
@@ -139,7 +141,7 @@ class FakeServer(httpx.AsyncBaseTransport):
         if self.daric:
             routes |= {"/v1/daric": self._facts}
             routes |= {"/v1/daric/chat_template": self._render}
-        if path not in routes:
+        if path not in routes or path in self.missing:
             return httpx.Response(404, json={"detail": "Not Found"})
         body = json.loads(content) if content else {}
         return httpx.Response(200, json=routes[path](body))

@@ -450,6 +450,13 @@ def test_a_server_of_another_kind(
         open_engine(server)
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/tokenize"])
+def test_a_path_that_every_vllm_server_has(server: FakeServer, path: str) -> None:
+    server.missing = {path}
+    with pytest.raises(EngineError, match=r"no such path.*vllm serve"):
+        open_engine(server)
+
+
 @pytest.mark.parametrize("facts", [{}, [], {"block_size": 16}, "x"])
 def test_facts_of_another_form(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, facts: Any
