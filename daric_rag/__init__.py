@@ -23,10 +23,12 @@ if TYPE_CHECKING:
         TokenPrompt,
     )
     from daric_rag.errors import (
+        AuthenticationError,
         ConfigError,
         DaricError,
         EngineClosedError,
         EngineError,
+        EngineUnavailableError,
         ModelError,
         ModelNotFoundError,
         PromptError,
@@ -40,10 +42,12 @@ if TYPE_CHECKING:
     from daric_rag.models import resolve_model
     from daric_rag.prompt import BuiltPrompt, PromptBuilder
     from daric_rag.runtime.embedded import EmbeddedEngine
+    from daric_rag.runtime.remote import RemoteEngine
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AuthenticationError",
     "BuiltPrompt",
     "ChatMessage",
     "ChatPrompt",
@@ -58,12 +62,14 @@ __all__ = [
     "Engine",
     "EngineClosedError",
     "EngineError",
+    "EngineUnavailableError",
     "ModelError",
     "ModelNotFoundError",
     "PromptBuilder",
     "PromptError",
     "PromptLayout",
     "PromptTooLongError",
+    "RemoteEngine",
     "ReuseStats",
     "StoreError",
     "TokenPrompt",
@@ -88,10 +94,12 @@ _MODULES = {
         "TokenPrompt",
     ),
     "errors": (
+        "AuthenticationError",
         "ConfigError",
         "DaricError",
         "EngineClosedError",
         "EngineError",
+        "EngineUnavailableError",
         "ModelError",
         "ModelNotFoundError",
         "PromptError",
@@ -105,6 +113,7 @@ _MODULES = {
     "models": ("resolve_model",),
     "prompt": ("BuiltPrompt", "PromptBuilder"),
     "runtime.embedded": ("EmbeddedEngine",),
+    "runtime.remote": ("RemoteEngine",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

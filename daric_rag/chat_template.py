@@ -12,7 +12,7 @@ from functools import cache
 from itertools import takewhile
 from typing import Any
 
-from daric_rag.errors import PromptError, UnsupportedModelError
+from daric_rag.errors import EngineError, PromptError, UnsupportedModelError
 from daric_rag.tokenization import Tokenizer
 
 __all__ = ["ChatTemplate", "ToolFrame"]
@@ -82,6 +82,8 @@ class ChatTemplate:
                     **variables,
                 )
             )
+        except EngineError:  # of the server that renders, not of the template
+            raise
         except Exception as error:  # Jinja's own, which is not ours to import.
             raise PromptError(
                 f"the chat template refuses the conversation ({error}); give it the "

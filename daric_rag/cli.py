@@ -31,6 +31,7 @@ from daric_rag.cli_common import (
 from daric_rag.config import DaricConfig
 from daric_rag.errors import ConfigError, DaricError
 from daric_rag.inspect_cli import inspect
+from daric_rag.serve_cli import serve_command
 from daric_rag.store_cli import store_app
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 app.add_typer(store_app, name="store")
 app.command()(inspect)
+app.command()(serve_command)
 
 
 @app.command()

@@ -11,7 +11,11 @@ The tree::
     │   └── ModelNotFoundError           no such model, locally or on the hub
     ├── EngineError (RuntimeError)
     │   ├── VllmVersionError             the installed vLLM is not one we know
-    │   └── EngineClosedError            the engine was closed before the call
+    │   ├── EngineClosedError            the engine was closed before the call
+    │   ├── EngineUnavailableError       no server answers, or it is overloaded
+    │   │   (ConnectionError)
+    │   └── AuthenticationError          the server does not take the API key
+    │       (PermissionError)
     ├── StoreError (OSError)             the store cannot be opened or written
     └── WireError (ValueError)           a message between processes is malformed
 
@@ -23,10 +27,12 @@ record is never an exception (it is a value: the chunk is computed again).
 from __future__ import annotations
 
 __all__ = [
+    "AuthenticationError",
     "ConfigError",
     "DaricError",
     "EngineClosedError",
     "EngineError",
+    "EngineUnavailableError",
     "ModelError",
     "ModelNotFoundError",
     "PromptError",
@@ -97,6 +103,14 @@ class VllmVersionError(EngineError):
 
 class EngineClosedError(EngineError):
     """The engine was closed; build a new one."""
+
+
+class EngineUnavailableError(EngineError, ConnectionError):
+    """A server cannot be reached, is overloaded, or went away; try again later."""
+
+
+class AuthenticationError(EngineError, PermissionError):
+    """A server does not take the API key that it was given."""
 
 
 class StoreError(DaricError, OSError):

@@ -18,6 +18,7 @@ from daric_rag.runtime.ranks import RankKeys, agree, record_keys
 from daric_rag.runtime.rope import rope_parameters
 from daric_rag.runtime.scheduler_side import SchedulerSide
 from daric_rag.runtime.scratch import ScratchBlocks
+from daric_rag.runtime.serving import CONFIG_KEY, STORE_KEY
 from daric_rag.runtime.step_builder import RunPass
 from daric_rag.runtime.store_view import StoreView
 from daric_rag.runtime.support import check_vllm_config
@@ -42,10 +43,7 @@ from daric_rag.steps import Limits
 from daric_rag.storage import load_cipher, open_probe, open_store
 from daric_rag.storage.format import payload_len_of
 
-__all__ = ["CONFIG_KEY", "STORE_KEY", "DaricConnector", "closing_params"]
-
-CONFIG_KEY = "daric_config"
-STORE_KEY = "daric_store"
+__all__ = ["DaricConnector", "closing_params"]
 
 # Any will do: vocabularies begin with special tokens and bytes.
 _GATE_TOKEN = 7
@@ -258,7 +256,8 @@ class DaricConnector(KVConnectorBase_V1):
             for new in scheduler_output.scheduled_new_reqs
         }
         after = {req_id: computed[req_id] + num for req_id, num in num_tokens.items()}
-        return DaricMetadata(self.scheduler.build_step(after, block_ids_of), True)
+        plan = self.scheduler.build_step(after, block_ids_of)
+        return DaricMetadata(plan, True, self.scheduler.take_told())
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Learn what the worker did, at the end of every step that ran a pass."""

@@ -9,9 +9,10 @@ from typing import Any
 
 from daric_rag.runtime.metadata import RequestReport
 from daric_rag.runtime.metrics import DaricStats
+from daric_rag.runtime.request_ids import client_request_id
 from daric_rag.runtime.tracking import TrackedRequest, answer_params, reuse_stats
 
-__all__ = ["EndedRequests"]
+__all__ = ["EndedRequests", "KeptAnswers"]
 
 # A client in another process asks for counts some steps later, or never.
 _MAX_ANSWERS = 1024
@@ -32,6 +33,30 @@ class _Closing:
     is_counted: bool = False
 
 
+class KeptAnswers:
+    """What clients in another process may ask for, once, of requests that ended."""
+
+    def __init__(self) -> None:
+        self._params: OrderedDict[str, dict[str, Any]] = OrderedDict()
+
+    def add(self, req_id: str, params: dict[str, Any]) -> None:
+        """Keep what a request's client is told; the oldest is given up for it."""
+        self._params[req_id] = params
+        if len(self._params) > _MAX_ANSWERS:
+            self._params.popitem(last=False)
+
+    def take(self, req_id: str) -> dict[str, Any] | None:
+        """Return what was kept, if it was not long ago.
+
+        Args:
+            req_id: vLLM's own id of the request, or the one that its client gave.
+        """
+        if req_id not in self._params:
+            made = (own for own in self._params if client_request_id(own) == req_id)
+            req_id = next(made, req_id)
+        return self._params.pop(req_id, None)
+
+
 class EndedRequests:
     """Scheduler process. Completes what clients are told while vLLM holds it.
 
@@ -45,15 +70,13 @@ class EndedRequests:
     def __init__(self, stats: DaricStats) -> None:
         self._stats = stats
         self._closing: dict[str, _Closing] = {}
-        self._answers: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._answers = KeptAnswers()
 
     def add(self, req_id: str, tracked: TrackedRequest) -> dict[str, Any]:
         """Return what to tell the client; `take_reports` completes it in place."""
         params = answer_params(tracked)
         self._closing[req_id] = _Closing(tracked, params)
-        self._answers[req_id] = params
-        if len(self._answers) > _MAX_ANSWERS:
-            self._answers.popitem(last=False)
+        self._answers.add(req_id, params)
         return params
 
     def take_reports(self, reports: Mapping[str, RequestReport]) -> None:
@@ -79,11 +102,17 @@ class EndedRequests:
                 wait_s=tracked.wait_s,
             )
 
-    def begin_step(self) -> None:
-        """No report of an earlier step is to come any more."""
+    def begin_step(self) -> dict[str, dict[str, Any]]:
+        """No report of an earlier step is to come any more.
+
+        Returns:
+            What the clients of requests that ended since the last step are told.
+        """
         self.count()
+        told = {req_id: closing.params for req_id, closing in self._closing.items()}
         self._closing.clear()
+        return told
 
     def take_answer(self, req_id: str) -> dict[str, Any] | None:
-        """Return what `add` returned, once, if the request ended not long ago."""
-        return self._answers.pop(req_id, None)
+        """Return what `add` returned; see `KeptAnswers.take`."""
+        return self._answers.take(req_id)

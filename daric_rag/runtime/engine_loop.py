@@ -13,19 +13,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from daric_rag.engine import GenerationOptions
 from daric_rag.errors import ConfigError, DaricError, EngineClosedError, EngineError
+from daric_rag.runtime.request_ids import answer_request_id
 from daric_rag.runtime.request_stream import RequestStream, Submission
 from daric_rag.runtime.vllm_api import (
     RequestOutputKind,
     SamplingParams,
     VLLMClientError,
-    answer_request_id,
     has_cleanup,
     reuse_of_aborted,
     tokens_input,
 )
-from daric_rag.wire import encode_request, salt_of
 
 __all__ = ["EngineFacts", "EngineLoop"]
 
@@ -223,12 +221,15 @@ class EngineLoop:
             self._streams[request_id] = stream
 
     def _add_to_vllm(self, request_id: str, submission: Submission) -> str:
-        params = _sampling_params(submission.options)
-        salt = None
-        if submission.wire is not None:
-            params.extra_args = {"kv_transfer_params": encode_request(submission.wire)}
-            salt = salt_of(submission.wire)
-        prompt = tokens_input(list(submission.layout.token_ids), cache_salt=salt)
+        params = SamplingParams(
+            **submission.sampling_fields, output_kind=RequestOutputKind.DELTA
+        )
+        transfer = submission.kv_transfer_params
+        if transfer is not None:
+            params.extra_args = {"kv_transfer_params": transfer}
+        prompt = tokens_input(
+            list(submission.layout.token_ids), cache_salt=submission.cache_salt
+        )
         return str(
             self.facts.engine.add_request(
                 request_id, prompt, params, priority=submission.options.priority
@@ -268,17 +269,3 @@ class EngineLoop:
             with suppress(Exception):
                 command()
         self._end_streams()
-
-
-def _sampling_params(options: GenerationOptions) -> SamplingParams:
-    return SamplingParams(
-        n=options.n,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        stop=options.stop_list or None,
-        seed=options.seed,
-        logprobs=options.logprobs,
-        ignore_eos=options.ignore_eos,
-        output_kind=RequestOutputKind.DELTA,
-    )

@@ -18,8 +18,13 @@ from typing import Any
 
 from daric_rag.config import DaricConfig
 from daric_rag.errors import ConfigError, DaricError, EngineError
-from daric_rag.runtime.connector import CONFIG_KEY, STORE_KEY
 from daric_rag.runtime.engine_loop import EngineFacts
+from daric_rag.runtime.serving import (
+    FIXED_OPTIONS,
+    default_options,
+    environment,
+    transfer_fields,
+)
 from daric_rag.runtime.support import check_vllm_config
 from daric_rag.runtime.vllm_api import (
     EngineArgs,
@@ -33,22 +38,12 @@ from daric_rag.runtime.vllm_api import (
 )
 from daric_rag.storage import open_probe
 
-__all__ = ["build_engine", "drop_engine", "transfer_config"]
+__all__ = ["build_engine", "drop_engine"]
 
-_WORKER_CLS = "daric_rag.runtime.worker.DaricWorker"
-_CONNECTOR_MODULE = "daric_rag.runtime.connector"
-
-# Set by us; another value would switch off what this package is for.
-_OURS = (
-    "worker_cls",
-    "kv_transfer_config",
-    "async_scheduling",
-    "model",
-    "skip_tokenizer_init",
-)
+# Set by us.
+_OURS = (*FIXED_OPTIONS, "kv_transfer_config", "model", "skip_tokenizer_init")
 
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
-_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 
 # A flush that takes longer than this has something to say of the disk, and at close
 # nobody is left to hear it.
@@ -58,21 +53,8 @@ _JOIN_TIMEOUT_S = 5.0
 # vLLM keeps its process groups and its connector in module globals.
 _one_engine = threading.Lock()
 
-_MAX_BATCHED_TOKENS = 8192
-_CPU_BLOCK_SIZE = 32
-_MAX_NUM_SEQS = 128
 # Room for this many prompts of full length, scratch blocks included.
 _CACHED_PROMPTS = 8
-
-
-def transfer_config(store: str | None, config: DaricConfig) -> KVTransferConfig:
-    """Return what makes any vLLM load our connector."""
-    return KVTransferConfig(
-        kv_connector="DaricConnector",
-        kv_connector_module_path=_CONNECTOR_MODULE,
-        kv_role="kv_both",
-        kv_connector_extra_config={STORE_KEY: store, CONFIG_KEY: config.to_dict()},
-    )
 
 
 def build_engine(
@@ -155,22 +137,17 @@ def _start(
 ) -> Any:
     args = EngineArgs(
         **{
-            "enforce_eager": current_platform.is_cpu(),
+            **default_options(on_cpu=current_platform.is_cpu()),
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
-            "max_num_seqs": _MAX_NUM_SEQS,
-            **({"block_size": _CPU_BLOCK_SIZE} if current_platform.is_cpu() else {}),
             **options,
+            **FIXED_OPTIONS,
             "model": model,
-            "async_scheduling": False,
-            "worker_cls": _WORKER_CLS,
-            "kv_transfer_config": transfer_config(store, config),
+            "kv_transfer_config": KVTransferConfig(**transfer_fields(store, config)),
         }
     )
     engine_process = os.environ.get(_MULTIPROCESSING) == "1"
     with _environment(args.tensor_parallel_size), quiet():
-        if args.max_num_batched_tokens is None:
-            args.max_num_batched_tokens = _MAX_BATCHED_TOKENS
         vllm_config = args.create_engine_config()
         # The connector asks again, but only once the model is loaded.
         check_vllm_config(vllm_config)
@@ -208,13 +185,11 @@ def _size_buffers(config: VllmConfig, options: Mapping[str, Any]) -> None:
 @contextmanager
 def _environment(num_ranks: int) -> Iterator[None]:
     """Set what vLLM and its processes read from the environment while they start."""
-    # On CPU vLLM would otherwise insist on a worker process even for a single rank,
-    # which on few cores spins against this one.
-    changes = {_MULTIPROCESSING: "0"}
-    if "PYTHONWARNINGS" not in os.environ:
-        changes["PYTHONWARNINGS"] = "ignore"  # as `quiet`, in the processes started
-    if current_platform.is_cpu() and num_ranks > 1 and _BINDING not in os.environ:
-        changes[_BINDING] = _cpu_binding(num_ranks)
+    chosen = environment(on_cpu=current_platform.is_cpu(), num_ranks=num_ranks)
+    chosen["PYTHONWARNINGS"] = "ignore"  # as `quiet`, in the processes started
+    changes = {name: text for name, text in chosen.items() if name not in os.environ}
+    # Whether the engine has a process of its own was decided before.
+    changes[_MULTIPROCESSING] = "0"
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -225,21 +200,6 @@ def _environment(num_ranks: int) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _cpu_binding(num_ranks: int) -> str:
-    """Return which CPUs each rank computes on, as vLLM wants it written.
-
-    vLLM's own choice takes one NUMA node per rank and refuses to start with fewer.
-    """
-    cpus = sorted(os.sched_getaffinity(0))
-    share = len(cpus) // num_ranks
-    if share == 0:
-        return "nobind"
-    return "|".join(
-        ",".join(map(str, cpus[rank * share : (rank + 1) * share]))
-        for rank in range(num_ranks)
-    )
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

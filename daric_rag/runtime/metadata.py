@@ -5,7 +5,9 @@ Both are picklable and share no memory: scheduler and worker may be two processe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from daric_rag.keys import SegmentKey
 from daric_rag.runtime.vllm_api import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -22,10 +24,13 @@ class DaricMetadata(KVConnectorMetadata):
         plan: The step's work.
         is_step: Whether it belongs to vLLM's own pass; False in passes of
             sub-requests, which do nothing beside computing.
+        answers: By request id, what the clients of requests that ended since the last
+            step are told; a worker is asked for it where the scheduler cannot be.
     """
 
     plan: StepPlan = field(default_factory=StepPlan)
     is_step: bool = False
+    answers: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass

@@ -10,7 +10,13 @@ from typing import Any
 from daric_rag.engine import Completion, Delta, GenerationOptions, ReuseStats
 from daric_rag.layout import PromptLayout
 from daric_rag.trace import RequestTrace
-from daric_rag.wire import RequestWire, decode_reuse, decode_trace
+from daric_rag.wire import (
+    RequestWire,
+    decode_reuse,
+    decode_trace,
+    encode_request,
+    salt_of,
+)
 
 __all__ = ["DeltaIterator", "RequestStream", "Submission"]
 
@@ -22,12 +28,37 @@ class Submission:
     Attributes:
         layout: Its tokens and chunks.
         wire: Its entry for the scheduler side; None for an ordinary request.
-        options: How to generate.
+        options: How to generate; ``max_tokens`` fits into the model's context.
     """
 
     layout: PromptLayout
     wire: RequestWire | None
     options: GenerationOptions
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None:
+        """What vLLM hands to the connector, unread."""
+        return None if self.wire is None else encode_request(self.wire)
+
+    @property
+    def cache_salt(self) -> str | None:
+        """What keeps its blocks in vLLM's prefix cache apart from others'."""
+        return None if self.wire is None else salt_of(self.wire)
+
+    @property
+    def sampling_fields(self) -> dict[str, Any]:
+        """How to sample, by the names that vLLM's engine and HTTP API share."""
+        options = self.options
+        return {
+            "n": options.n,
+            "max_tokens": options.max_tokens,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "stop": options.stop_list,
+            "seed": options.seed,
+            "logprobs": options.logprobs,
+            "ignore_eos": options.ignore_eos,
+        }
 
 
 @dataclass(slots=True)

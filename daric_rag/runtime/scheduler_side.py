@@ -56,6 +56,7 @@ class SchedulerSide:
         self._scratch: ScratchBlocks | None = None
         self._saving = PendingSaves()
         self._ended = EndedRequests(self.stats)
+        self._told: dict[str, dict[str, Any]] = {}
 
     def bind_scratch(self, scratch: ScratchBlocks) -> None:
         """Take the source of scratch blocks, once vLLM has its block pool."""
@@ -199,8 +200,13 @@ class SchedulerSide:
         )
         self._admitted = []
         self._admission.end_planning()
-        self._ended.begin_step()
+        self._told = self._ended.begin_step()
         return plan
+
+    def take_told(self) -> dict[str, dict[str, Any]]:
+        """Return what clients of requests were told that ended before this step."""
+        told, self._told = self._told, {}
+        return told
 
     def end_step(self, filled: Iterable[str]) -> None:
         """The step has run and reported; nothing of it is left to wait for.

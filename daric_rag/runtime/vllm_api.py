@@ -36,7 +36,6 @@ __all__ = [
     "SchedulerOutput",
     "VLLMClientError",
     "VllmConfig",
-    "answer_request_id",
     "attention_kernel_of",
     "check_version",
     "current_platform",
@@ -175,17 +174,6 @@ def has_cleanup(engine: Any) -> bool:
     """
     core = getattr(engine.engine_core, "engine_core", None)
     return core is not None and bool(core.scheduler.has_finished_requests())
-
-
-def answer_request_id(request_id: str, index: int, num_answers: int) -> str:
-    """Return vLLM's own id of the request that draws one of several answers.
-
-    Args:
-        request_id: vLLM's own id of the request that asks for them.
-        index: Which answer, counted from 0.
-        num_answers: How many there are; a single one has the request's id.
-    """
-    return request_id if num_answers == 1 else f"{index}_{request_id}"
 
 
 def reuse_of_aborted(engine: Any, request_id: str) -> dict[str, Any] | None:

@@ -56,8 +56,12 @@ class DaricWorkerMixin:
         return self._side.store.stats()
 
     def daric_closing_params(self, request_id: str) -> dict[str, Any] | None:
-        """Return a request's reuse counts; None where only another process has them."""
-        return closing_params(request_id)
+        """Return an ended request's reuse counts, once; None if they are unknown.
+
+        A scheduler in another process tells of it in the step behind its last one.
+        """
+        params = closing_params(request_id)
+        return params if params is not None else self._side.answers.take(request_id)
 
     def daric_clear_host(self) -> None:
         """Drop host copies of segments that are on disk."""

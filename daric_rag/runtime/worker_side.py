@@ -15,6 +15,7 @@ from torch import Tensor
 from daric_rag.config import KvStorageName
 from daric_rag.keys import Scalar, model_fingerprint
 from daric_rag.runtime.background_reads import BackgroundReads
+from daric_rag.runtime.ended import KeptAnswers
 from daric_rag.runtime.fill_queue import FillQueue
 from daric_rag.runtime.gate_record import GateRecord, gate_facts
 from daric_rag.runtime.kv_codec import KvShape, codec_of
@@ -88,6 +89,7 @@ class WorkerSide:
         self._pace = Pace()
         self._reads: BackgroundReads | None = None
         self._run: StepRun | None = None
+        self.answers = KeptAnswers()
         self._unpin: Callable[[], object] = lambda: None
 
     def register_layers(self, layers: Sequence[Tensor]) -> None:
@@ -206,6 +208,8 @@ class WorkerSide:
         assert isinstance(metadata, DaricMetadata)
         assert self._reads is not None, "bind_model comes before the first step"
         self._bound_mover.forget()  # of a step that failed
+        for req_id, params in metadata.answers.items():
+            self.answers.add(req_id, params)
         self._bound_mover.protect(metadata.plan.hit_keys())
         self._run = StepRun(
             self._bound_mover,

@@ -14,6 +14,8 @@ from daric_rag import errors
         (errors.PromptError, ValueError),
         (errors.WireError, ValueError),
         (errors.EngineError, RuntimeError),
+        (errors.EngineUnavailableError, ConnectionError),
+        (errors.AuthenticationError, PermissionError),
         (errors.StoreError, OSError),
     ],
 )

@@ -33,6 +33,7 @@ COMMANDS = {
     "cli",
     "cli_common",
     "inspect_cli",
+    "serve_cli",
     "store_cli",
     "store_options",
     "store_transfer",

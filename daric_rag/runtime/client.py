@@ -1,0 +1,218 @@
+"""What the engines share: prompts become submissions, and streams become answers.
+
+Sync and async calls are two ways to wait for the same stream of deltas, which comes
+from a thread that the engine itself runs. Neither torch nor vLLM is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+from daric_rag.config import DaricConfig
+from daric_rag.engine import (
+    ChunkedPrompt,
+    Completion,
+    Delta,
+    GenerationOptions,
+    Prompt,
+)
+from daric_rag.errors import ConfigError, EngineClosedError, PromptError
+from daric_rag.input_processor import InputProcessor
+from daric_rag.layout import PromptLayout
+from daric_rag.runtime.request_stream import DeltaIterator, RequestStream, Submission
+
+__all__ = ["ClientEngine", "checked_config"]
+
+_Item = Delta | BaseException
+
+
+class ClientEngine(ABC):
+    """Client process. An `Engine`, but for how a request is run.
+
+    A subclass's constructor sets `_processor`, and of the rest what is known.
+    """
+
+    _processor: InputProcessor
+    _vocab_size: int | None = None
+    _scheduling_policy: str | None = None
+    _priority_mend: str = ""
+
+    def __enter__(self) -> Self:
+        """Return the engine itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def layout(self, prompt: Prompt) -> PromptLayout:
+        """Return a prompt's tokens, chunks and recompute set, without running it."""
+        return self._processor.layout(prompt)
+
+    def generate(self, prompt: Prompt, **options: Any) -> Completion:
+        """Answer one prompt; options are the fields of `GenerationOptions`."""
+        return self.generate_batch([prompt], **options)[0]
+
+    def generate_batch(
+        self, prompts: Sequence[Prompt], **options: Any
+    ) -> list[Completion]:
+        """Answer several prompts, batched by the engine; in their order."""
+        checked = self._options(options)
+        return self._complete([self._submission(prompt, checked) for prompt in prompts])
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Delta]:
+        """Answer one prompt piece by piece; closing the iterator aborts."""
+        submission = self._submission(prompt, self._options(options))
+        sink: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        return DeltaIterator(self._submit(submission, sink.put), sink.get)
+
+    async def agenerate(self, prompt: Prompt, **options: Any) -> Completion:
+        """Answer one prompt; concurrent calls are batched. Cancelling aborts."""
+        async for delta in self.astream(prompt, **options):
+            if delta.completion is not None:
+                return delta.completion
+        raise EngineClosedError("the engine closed before it answered; open a new one")
+
+    async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Delta]:
+        """Answer one prompt piece by piece, concurrently with others."""
+        loop = asyncio.get_running_loop()
+        checked = self._options(options)
+        # Tokenising a long prompt takes milliseconds that others should not wait for.
+        submission = await loop.run_in_executor(None, self._submission, prompt, checked)
+        sink: asyncio.Queue[_Item] = asyncio.Queue()
+
+        def put(item: _Item) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(sink.put_nowait, item)
+
+        handle = self._submit(submission, put)
+        try:
+            while True:
+                delta = _checked(await sink.get())
+                yield delta
+                if delta.completion is not None:
+                    return
+        finally:
+            handle.abort()
+
+    def prewarm(self, documents: Sequence[Any]) -> int:
+        """Compute and store documents ahead of the prompts that will hold them.
+
+        Args:
+            documents: As in `ChunkedPrompt.documents`.
+
+        Returns:
+            How many documents had to be computed.
+
+        Raises:
+            PromptTooLongError: A document exceeds the model's context.
+        """
+        titled = ChunkedPrompt(documents=documents, question="-").titled_texts()
+        submissions = [
+            self._finish(
+                self._processor.document_layout(text, title),
+                GenerationOptions(max_tokens=1),
+                save_tail=True,
+            )
+            for text, title in dict(titled).items()
+        ]
+        completions = self._complete(submissions)
+        return sum(completion.reuse.saved_tokens > 0 for completion in completions)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; harmless when repeated."""
+
+    @abstractmethod
+    def _submit(
+        self, submission: Submission, put: Callable[[_Item], None]
+    ) -> RequestStream:
+        """Start a request whose deltas, or whose error, go to `put`."""
+
+    def _complete(self, submissions: Sequence[Submission]) -> list[Completion]:
+        """Run requests together; if one fails, or the caller leaves, none runs on."""
+        sinks: list[queue.SimpleQueue[_Item]] = []
+        handles: list[RequestStream] = []
+        try:
+            for submission in submissions:
+                sinks.append(queue.SimpleQueue())
+                handles.append(self._submit(submission, sinks[-1].put))
+            return [_last(sink) for sink in sinks]
+        except BaseException:
+            for handle in handles:
+                handle.abort()
+            raise
+
+    def _options(self, options: dict[str, Any]) -> GenerationOptions:
+        known = GenerationOptions.__dataclass_fields__
+        for name in options:
+            if name not in known:
+                raise ConfigError(
+                    f"{name!r} is not a generation option; known: {', '.join(known)}"
+                )
+        checked = GenerationOptions(**options)
+        if checked.priority and self._scheduling_policy not in ("priority", None):
+            raise ConfigError(
+                f"priority is {checked.priority} and this engine schedules requests "
+                f"as they come; {self._priority_mend}"
+            )
+        return checked
+
+    def _submission(self, prompt: Prompt, options: GenerationOptions) -> Submission:
+        return self._finish(self._processor.layout(prompt), options)
+
+    def _finish(
+        self,
+        layout: PromptLayout,
+        options: GenerationOptions,
+        *,
+        save_tail: bool = False,
+    ) -> Submission:
+        max_tokens = self._processor.check_len(layout, options.max_tokens)
+        if self._vocab_size is not None and max(layout.token_ids) >= self._vocab_size:
+            raise PromptError(
+                f"the prompt has token id {max(layout.token_ids)} and the model knows "
+                f"[0, {self._vocab_size}); pass ids of this model's own tokenizer"
+            )
+        wire = None
+        if options.reuse != "off":
+            wire = self._processor.request_wire(
+                layout,
+                reuse=options.reuse,
+                save_tail=save_tail,
+                namespace=options.namespace,
+                conversation=options.conversation,
+                trace=options.trace,
+            )
+        return Submission(layout, wire, replace(options, max_tokens=max_tokens))
+
+
+def checked_config(config: DaricConfig | None) -> DaricConfig:
+    """Return a configuration, or the default one.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if config is None:
+        return DaricConfig()
+    if not isinstance(config, DaricConfig):
+        raise ConfigError(f"config is a {type(config).__name__}; pass a DaricConfig")
+    return config
+
+
+def _checked(item: _Item) -> Delta:
+    if isinstance(item, BaseException):
+        raise item
+    return item
+
+
+def _last(sink: queue.SimpleQueue[_Item]) -> Completion:
+    while True:
+        delta = _checked(sink.get())
+        if delta.completion is not None:
+            return delta.completion

@@ -1,0 +1,161 @@
+"""What a vLLM server tells remote clients; named by its ``--middleware``.
+
+vLLM's HTTP API lacks three things that a client needs: the reuse counts of a streamed
+answer, which tokens control the model, and the chat template as text. The middleware
+adds an event to streams whose request asks for it, and two routes below ``/v1``, so
+that vLLM's own check of API keys guards them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from daric_rag.runtime.remote_tokenizer import FACTS_PATH, TEMPLATE_PATH, ServerFacts
+from daric_rag.runtime.remote_wire import REUSE_HEADER
+from daric_rag.runtime.request_ids import answer_request_id, served_request_id
+from daric_rag.runtime.serving import FIXED_OPTIONS
+
+__all__ = ["DaricMiddleware"]
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_COMPLETIONS = "/v1/completions"
+_DONE = b"data: [DONE]"
+
+# More than vLLM takes, so that nobody keeps the engine busy with questions.
+_MAX_ANSWERS = 1024
+
+# The engine hears of a stop string from the front end, which streams on meanwhile.
+_NUM_LOOKS = 3
+_LOOK_AGAIN_S = 0.01
+
+
+class DaricMiddleware:
+    """API server process. Adds what remote clients need to vLLM's own app.
+
+    Args:
+        app: The next ASGI application.
+    """
+
+    def __init__(self, app: App) -> None:
+        """Wait for the app's start."""
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection; see the ASGI specification."""
+        if scope["type"] == "lifespan":
+            _add_routes(scope["app"])
+        elif scope["type"] == "http" and scope["path"].endswith(_COMPLETIONS):
+            headers = Headers(scope=scope)
+            request_id = headers.get("x-request-id")
+            wanted = headers.get(REUSE_HEADER, "")
+            if request_id and wanted.isdecimal() and int(wanted) <= _MAX_ANSWERS:
+                ids = _answer_ids(request_id, int(wanted))
+                send = _CountingSend(scope["app"], ids, send)
+        await self._app(scope, receive, send)
+
+
+def _answer_ids(request_id: str, num_answers: int) -> list[str]:
+    served = served_request_id(request_id)
+    return [answer_request_id(served, i, num_answers) for i in range(num_answers)]
+
+
+class _CountingSend:
+    """API server process. Puts a stream's reuse counts in front of its end."""
+
+    def __init__(self, app: Any, ids: list[str], send: Send) -> None:
+        self._app, self._ids, self._send = app, ids, send
+
+    async def __call__(self, message: Message) -> None:
+        if message.get("body", b"").startswith(_DONE):
+            told = await asyncio.gather(*map(self._counts, self._ids))
+            events = [
+                json.dumps({"index": index, "kv_transfer_params": params})
+                for index, params in enumerate(told)
+                if params is not None
+            ]
+            body = "".join(f"data: {event}\n\n" for event in events).encode()
+            await self._send({**message, "body": body, "more_body": True})
+        await self._send(message)
+
+    async def _counts(self, request_id: str) -> dict[str, Any] | None:
+        engine = self._app.state.engine_client
+        try:
+            for _ in range(_NUM_LOOKS):
+                (params, *_) = await engine.collective_rpc(
+                    "daric_closing_params", args=(request_id,)
+                )
+                if params is not None:
+                    return dict(params)
+                await asyncio.sleep(_LOOK_AGAIN_S)
+        except Exception:
+            # The request has been answered and must not fail any more.
+            logger.warning("the reuse counts of request %s are unknown", request_id)
+        return None
+
+
+def _add_routes(app: Any) -> None:
+    """Add our routes in front of vLLM's, whatever wildcards it may have."""
+    app.router.routes[:0] = [
+        Route(FACTS_PATH, _tell_facts, methods=["GET"]),
+        Route(TEMPLATE_PATH, _render, methods=["POST"]),
+    ]
+
+
+async def _tell_facts(request: Request) -> Response:
+    state = request.app.state
+    config, tokenizer = state.vllm_config, state.engine_client.get_tokenizer()
+    facts = ServerFacts(
+        reuses=config.parallel_config.worker_cls == FIXED_OPTIONS["worker_cls"],
+        block_size=config.cache_config.block_size,
+        vocab_size=config.model_config.get_vocab_size(),
+        scheduling_policy=config.scheduler_config.policy,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        unk_token_id=tokenizer.unk_token_id,
+        has_chat_template=bool(_template(state) or tokenizer.chat_template),
+        opening_ids=tuple(tokenizer.encode("", add_special_tokens=True)),
+        added_tokens={
+            index: (token.content, token.special)
+            for index, token in tokenizer.added_tokens_decoder.items()
+        },
+    )
+    return JSONResponse(facts.to_dict())
+
+
+async def _render(request: Request) -> Response:
+    """Render a conversation with the template that the server itself would use."""
+    state = request.app.state
+    try:
+        content = await request.json()
+        text = state.engine_client.get_tokenizer().apply_chat_template(
+            content["messages"],
+            tools=content.get("tools"),
+            tokenize=False,
+            add_generation_prompt=bool(content["add_generation_prompt"]),
+            chat_template=_template(state),
+        )
+    except Exception as error:  # Jinja's own: a template may refuse what it is given.
+        return JSONResponse({"error": str(error) or type(error).__name__})
+    return JSONResponse({"text": text})
+
+
+def _template(state: Any) -> str | None:
+    """Return the template of ``--chat-template``, which overrules the model's own."""
+    template: str | None = state.online_renderer.chat_template
+    return template
