@@ -74,7 +74,7 @@ class _Job:
 
 
 class FillQueue:
-    """Worker process. Works on waiting requests in the order of their admission.
+    """Worker process. Works on waiting requests by priority, then by admission.
 
     Args:
         block_size: Tokens per block.
@@ -148,7 +148,7 @@ class FillQueue:
         self._generations.begin_pass()
         budget = PassBudget(limits.max_num_tokens, limits.max_num_seqs)
         subs: list[SubRequest] = []
-        for job in self._jobs.values():
+        for job in sorted(self._jobs.values(), key=lambda job: job.step.priority):
             job.in_pass = None  # one that failed computed nothing
             if job.missing:
                 subs += self._generations.next_pass(job.missing, budget, chunks)

@@ -168,6 +168,7 @@ class SchedulerSide:
                 root=plan.root,
                 namespace=tracked.wire.config.namespace,
                 asynchronous=tracked.asynchronous,
+                priority=request.priority,
             )
         )
 

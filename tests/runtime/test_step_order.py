@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,6 +179,16 @@ def test_dropping_the_last_who_wants_a_chunk_drops_it() -> None:
     assert filling.queue.backlog_len == 0
 
 
+def test_the_urgent_go_first() -> None:
+    filling = Filling()
+    calm = request("calm", chunk(1, 100, 150), windows=[(10, 20)])
+    urgent = request("urgent", chunk(2, 200, 232), windows=[(40, 50)])
+    filling.add(calm, replace(urgent, priority=-1))
+    assert filling.run() == [(0, 32)]
+    assert filling.run() == [(40, 50), (0, 22)]
+    assert filling.queue.take_filled() == {"urgent"}
+
+
 def test_scratch_blocks_have_one_chunk_at_a_time() -> None:
     """The next in line gets them; nobody smaller overtakes it."""
     filling = Filling(num_tokens=64, num_scratch=5)
@@ -340,6 +351,7 @@ def vllm_request(
         num_tokens=num_tokens,
         cache_salt=salt_of(wire),
         skip_reading_prefix_cache=False,
+        priority=0,
         kv_transfer_params=encode_request(wire) if params is None else params,
     )
 
