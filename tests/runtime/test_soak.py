@@ -73,7 +73,7 @@ def check_nothing_left(harness: Harness, num_free: int) -> None:
     assert not harness.scheduler_side(lambda side: side._filling)
     queue = harness.spy.side._queue
     assert not queue._jobs
-    assert not queue._generations
+    assert not queue._generations.entries()
     store = harness.spy.side.store
     assert not any(store.host._index._table.holds)
     assert not store.disk._catalog._held
