@@ -134,15 +134,17 @@ class RemoteTokenizer:
 
     def apply_chat_template(
         self,
-        conversation: list[dict[str, str]],
+        conversation: list[dict[str, Any]],
         *,
         tokenize: bool,
         add_generation_prompt: bool,
+        **variables: Any,
     ) -> str:
-        """Return the rendered conversation."""
+        """Return the rendered conversation; of `variables` servers know ``tools``."""
         content = {
             "messages": conversation,
             "add_generation_prompt": add_generation_prompt,
+            **variables,
         }
         answer = self._ask("POST", TEMPLATE_PATH, content)
         if not isinstance(answer, Mapping) or not {"text", "error"} & answer.keys():

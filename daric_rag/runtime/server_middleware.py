@@ -37,6 +37,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 _COMPLETIONS = "/v1/completions"
 _DONE = b"data: [DONE]"
 
+_RENDERED = frozenset({"messages", "add_generation_prompt", "tools"})
+
 # More than vLLM takes, so that nobody keeps the engine busy with questions.
 _MAX_ANSWERS = 1024
 
@@ -143,11 +145,14 @@ async def _render(request: Request) -> Response:
     state = request.app.state
     try:
         content = await request.json()
+        # Nobody may bring a template, or anything else that has code in it.
+        if not content.keys() <= _RENDERED:
+            raise ValueError(f"only {', '.join(sorted(_RENDERED))} can be rendered")
         text = state.engine_client.get_tokenizer().apply_chat_template(
-            content["messages"],
+            content.pop("messages"),
             tokenize=False,
-            add_generation_prompt=bool(content["add_generation_prompt"]),
             chat_template=_template(state),
+            **content,
         )
     except Exception as error:  # Jinja's own: a template may refuse what it is given.
         return JSONResponse({"error": str(error) or type(error).__name__})

@@ -106,6 +106,16 @@ def test_the_server_tokenises(server: FakeServer, expected: PromptLayout) -> Non
         assert marks == [2, 1, 3]
 
 
+def test_the_server_renders_what_is_given(server: FakeServer) -> None:
+    with open_engine(server) as engine:
+        render = engine.tokenizer.apply_chat_template
+        given = {"tokenize": False, "add_generation_prompt": True}
+        message = {"role": "user", "content": "hi"}
+        assert render([message], **given) == "<|user|>hi<|end|><|bot|>"
+        tools: Any = {"tools": ["a tool"]}
+        assert render([message], **given, **tools) == "<|user|>hi<|end|>a tool<|bot|>"
+
+
 def test_texts_are_tokenised_once(server: FakeServer) -> None:
     documents = ["The mill was built.", "It burned down."]
     with open_engine(server) as engine:
