@@ -39,8 +39,8 @@ _DONE = b"data: [DONE]"
 
 _RENDERED = frozenset({"messages", "add_generation_prompt", "tools"})
 
-# More than vLLM takes, so that nobody keeps the engine busy with questions.
-_MAX_ANSWERS = 1024
+# Of a number of answers: nobody may keep the engine busy with questions.
+_MAX_DIGITS = 3
 
 # The engine hears of a stop string from the front end, which streams on meanwhile.
 _NUM_LOOKS = 3
@@ -63,18 +63,19 @@ class DaricMiddleware:
         if scope["type"] == "lifespan":
             _add_routes(scope["app"])
         elif scope["type"] == "http" and scope["path"].endswith(_COMPLETIONS):
-            headers = Headers(scope=scope)
-            request_id = headers.get("x-request-id")
-            wanted = headers.get(REUSE_HEADER, "")
-            if request_id and wanted.isdecimal() and int(wanted) <= _MAX_ANSWERS:
-                ids = _answer_ids(request_id, int(wanted))
+            ids = _asked_for(Headers(scope=scope))
+            if ids:
                 send = _CountingSend(scope["app"], ids, send)
         await self._app(scope, receive, send)
 
 
-def _answer_ids(request_id: str, num_answers: int) -> list[str]:
-    served = served_request_id(request_id)
-    return [answer_request_id(served, i, num_answers) for i in range(num_answers)]
+def _asked_for(headers: Headers) -> list[str]:
+    """Return the requests, by vLLM's ids, whose counts a client wants to be told."""
+    request_id, wanted = headers.get("x-request-id"), headers.get(REUSE_HEADER, "")
+    if not request_id or not wanted.isdecimal() or len(wanted) > _MAX_DIGITS:
+        return []
+    served, num = served_request_id(request_id), int(wanted)
+    return [answer_request_id(served, index, num) for index in range(num)]
 
 
 class _CountingSend:

@@ -162,7 +162,7 @@ async def test_every_answer_has_its_counts(
     assert ids[3:] == ["2_cmpl-abc-0"] * 2
 
 
-@pytest.mark.parametrize("num", ["", "-1", "x", "99999999"])
+@pytest.mark.parametrize("num", ["", "0", "-1", "x", "1000", "9" * 5000])
 async def test_foolish_numbers_ask_for_nothing(
     client: httpx.AsyncClient, engine: Engine, num: str
 ) -> None:
