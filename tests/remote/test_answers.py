@@ -127,6 +127,7 @@ def test_a_request_without_reuse_is_an_ordinary_one(
     reuse = engine.generate(PROMPT, reuse="off").reuse
     assert "kv_transfer_params" not in server.bodies[0]
     assert "cache_salt" not in server.bodies[0]
+    assert "x-daric-reuse" not in server.headers[0]
     assert reuse == ReuseStats(
         prompt_tokens=72,
         num_chunks=3,

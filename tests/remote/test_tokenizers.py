@@ -183,6 +183,7 @@ def test_a_plain_vllm_server_answers_and_the_counts_say_why(
     # Its prefix cache is exact: a salt would only keep prompts apart.
     assert "cache_salt" not in server.bodies[0]
     assert "kv_transfer_params" not in server.bodies[0]
+    assert "x-daric-reuse" not in server.headers[0]
 
 
 @pytest.mark.parametrize(
