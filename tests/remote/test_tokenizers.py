@@ -203,3 +203,24 @@ def test_a_plain_vllm_server_cannot_tell_everything(
     server.daric = False
     with pytest.raises(ConfigError, match=text):
         open_engine(server, **options)
+
+
+@pytest.mark.real_model
+def test_a_model_s_file_gives_the_ids_that_transformers_gives(real_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from daric_rag.runtime.remote_tokenizer import file_encoder
+
+    theirs = AutoTokenizer.from_pretrained(real_model)
+    encode_file = file_encoder(real_model)
+    for text in (
+        "The mill was built in 1832.\n\n",
+        " two  spaces\tand a tab",
+        "日本語 é 😀 <|im_end|> ''\"",
+        "<|im_start|>user\nhi<|im_end|>\n",
+        "",
+    ):
+        for flag in (False, True):
+            assert encode_file(text, flag) == theirs.encode(
+                text, add_special_tokens=flag
+            )
