@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from daric_rag.config import DaricConfig
     from daric_rag.engine import (
+        ChatMessage,
+        ChatPrompt,
         ChunkedPrompt,
         Completion,
         Delta,
+        DocumentPart,
         Engine,
         ReuseStats,
         TokenPrompt,
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     )
     from daric_rag.layout import PromptLayout
     from daric_rag.models import resolve_model
+    from daric_rag.prompt import BuiltPrompt, PromptBuilder
     from daric_rag.runtime.embedded import EmbeddedEngine
     from daric_rag.runtime.remote import RemoteEngine
 
@@ -44,12 +48,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AuthenticationError",
+    "BuiltPrompt",
+    "ChatMessage",
+    "ChatPrompt",
     "ChunkedPrompt",
     "Completion",
     "ConfigError",
     "DaricConfig",
     "DaricError",
     "Delta",
+    "DocumentPart",
     "EmbeddedEngine",
     "Engine",
     "EngineClosedError",
@@ -57,6 +65,7 @@ __all__ = [
     "EngineUnavailableError",
     "ModelError",
     "ModelNotFoundError",
+    "PromptBuilder",
     "PromptError",
     "PromptLayout",
     "PromptTooLongError",
@@ -74,9 +83,12 @@ __all__ = [
 _MODULES = {
     "config": ("DaricConfig",),
     "engine": (
+        "ChatMessage",
+        "ChatPrompt",
         "ChunkedPrompt",
         "Completion",
         "Delta",
+        "DocumentPart",
         "Engine",
         "ReuseStats",
         "TokenPrompt",
@@ -99,6 +111,7 @@ _MODULES = {
     ),
     "layout": ("PromptLayout",),
     "models": ("resolve_model",),
+    "prompt": ("BuiltPrompt", "PromptBuilder"),
     "runtime.embedded": ("EmbeddedEngine",),
     "runtime.remote": ("RemoteEngine",),
 }

@@ -65,6 +65,11 @@ class ChunkPlan:
         return min(self.num_hit_segments * self.max_segment_len, self.num_tokens)
 
     @property
+    def hit_keys(self) -> tuple[SegmentKey, ...]:
+        """Keys of the segments that the store has."""
+        return self.keys[: self.num_hit_segments]
+
+    @property
     def loaded_len(self) -> int:
         """Tokens of the hit that are written, those beyond the GPU prefix."""
         return max(0, self.start + self.hit_len - self.place_from)

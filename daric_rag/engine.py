@@ -6,19 +6,29 @@ embedded engine, a remote one, or a fake of a few lines.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from daric_rag.errors import PromptError
 from daric_rag.generation import GenerationOptions, Reuse
-from daric_rag.layout import MAX_TITLE_LEN, PromptLayout
+from daric_rag.layout import PromptLayout
+from daric_rag.prompt_types import (
+    ChatMessage,
+    ChatPrompt,
+    ChunkedPrompt,
+    DocumentPart,
+    Prompt,
+    TokenPrompt,
+)
 from daric_rag.trace import RequestTrace
 
 __all__ = [
+    "ChatMessage",
+    "ChatPrompt",
     "ChunkedPrompt",
     "Completion",
     "Delta",
+    "DocumentPart",
     "Engine",
     "GenerationOptions",
     "Prompt",
@@ -26,82 +36,6 @@ __all__ = [
     "ReuseStats",
     "TokenPrompt",
 ]
-
-
-# As LangChain's loaders and LlamaIndex's readers name them.
-_TITLE_FIELDS = ("title", "source", "file_name", "file_path")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkedPrompt:
-    """Retrieved documents and a question, each document a chunk of its own.
-
-    Attributes:
-        system: System text; it goes into the first chunk with the chat template's
-            opening. None: the template's own default, if it has one.
-        documents: Texts, or anything with a ``page_content`` or ``text`` attribute, in
-            prompt order. Empty ones are dropped.
-        question: The fresh end of the prompt, always computed in full context.
-
-    Raises:
-        PromptError: There is neither a document nor a question, or an entry is no
-            text.
-    """
-
-    system: str | None = None
-    documents: Sequence[Any] = ()
-    question: str = ""
-
-    def __post_init__(self) -> None:
-        """Refuse what no prompt can be made of."""
-        # A str is a sequence of letters, and an iterator is empty the second time.
-        if isinstance(self.documents, str) or not isinstance(self.documents, Sequence):
-            raise PromptError(
-                f"documents is a {type(self.documents).__name__}; pass a list of "
-                f"documents"
-            )
-        for name in ("system", "question"):
-            value = getattr(self, name)
-            if not isinstance(value, str) and not (name == "system" and value is None):
-                raise PromptError(f"{name} is a {type(value).__name__}; pass a str")
-        texts = self.texts()
-        if not self.question.strip() and not texts:
-            raise PromptError(
-                "the prompt is empty: it has neither documents nor a question; pass "
-                "at least a question"
-            )
-
-    def texts(self) -> list[str]:
-        """Return the non-empty documents' texts, in order."""
-        return [text for text, _ in self.titled_texts()]
-
-    def titled_texts(self) -> list[tuple[str, str]]:
-        """Return the non-empty documents' texts and titles, in order.
-
-        A title is for people who look at the store: what the document's metadata say,
-        else how its text begins.
-        """
-        texts = [_text_of(index, doc) for index, doc in enumerate(self.documents)]
-        return [
-            (text, _title_of(document, text))
-            for text, document in zip(texts, self.documents, strict=True)
-            if text.strip()
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    """Chunks of token ids, for callers with their own tokenisation.
-
-    Attributes:
-        chunks: Ids per chunk; the last chunk is the question. With exact alignment
-            the model sees precisely their concatenation.
-    """
-
-    chunks: Sequence[Sequence[int]]
-
-
-Prompt = ChunkedPrompt | TokenPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,32 +175,3 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release everything; harmless when repeated."""
         ...
-
-
-def _text_of(index: int, document: Any) -> str:
-    if isinstance(document, str):
-        return document
-    for name in ("page_content", "text"):
-        text = getattr(document, name, None)
-        if isinstance(text, str):
-            return text
-    raise PromptError(
-        f"document {index} is a {type(document).__name__} without text; pass a str or "
-        f"an object with a page_content or text attribute"
-    )
-
-
-def _title_of(document: Any, text: str) -> str:
-    metadata = getattr(document, "metadata", None)
-    if isinstance(metadata, Mapping):
-        for name in _TITLE_FIELDS:
-            value = metadata.get(name)
-            if isinstance(value, str) and value.strip():
-                return _one_line(value)
-    return _one_line(text[: 4 * MAX_TITLE_LEN])
-
-
-def _one_line(text: str) -> str:
-    # It will be printed on terminals and sent as JSON, whatever a document holds.
-    line = " ".join(text.split())[:MAX_TITLE_LEN]
-    return "".join(char if char.isprintable() else "?" for char in line)

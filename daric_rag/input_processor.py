@@ -1,18 +1,12 @@
 """From a prompt to token ids, layout and wire. Pure: the tokenizer is injected.
 
-A `ChunkedPrompt` becomes these chunks; the chat template is rendered once per system
-text, around a placeholder for everything that stands in the user's turn::
+How a conversation becomes chunks is said in `chat_layout`. A `ChunkedPrompt` is one of
+a system text and a user message, hence::
 
     chunk 1           template's opening, system text, opening of the user's turn
     chunk 2 .. M - 1  one document each, tokenised alone, so that its ids never depend
                       on its neighbours
     chunk M           question, template's ending, opening of the answer
-
-Role markers thus belong to chunks 1 and M. No text of a document or a question ever
-becomes one: see `tokenization.TextEncoder`.
-
-Without a chat template chunk 1 is what the tokenizer itself begins a text with (bos)
-and the system text; without a system text, the first document takes that place.
 
 A str is raw text, used as it is, as vLLM takes it: no chat template, the tokenizer's
 own bos in front, and special tokens written in it are special tokens. If
@@ -25,39 +19,22 @@ prefix matching.
 
 from __future__ import annotations
 
-from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import date
 from threading import RLock
 
+from daric_rag.chat_layout import ChatChunker
 from daric_rag.config import DaricConfig
-from daric_rag.engine import ChunkedPrompt, TokenPrompt
-from daric_rag.errors import (
-    ConfigError,
-    PromptError,
-    PromptTooLongError,
-)
+from daric_rag.errors import ConfigError, PromptError, PromptTooLongError
 from daric_rag.layout import PromptLayout, build_layout, split_delimited
+from daric_rag.prompt_types import ChatPrompt, ChunkedPrompt, Prompt, TokenPrompt
 from daric_rag.selection import ReuseMode
-from daric_rag.tokenization import (
-    BREAK,
-    ChatTemplate,
-    TextEncoder,
-    TokenCache,
-    Tokenizer,
-    bos_of,
-)
+from daric_rag.tokenization import Tokenizer
 from daric_rag.wire import RequestWire
 
 __all__ = ["InputProcessor", "Tokenizer"]
 
 _Ids = Sequence[int]
-
-_MAX_TEMPLATES = 128
-_SYSTEM_TITLE = "(system prompt)"
-_MAX_CACHED_CHARS = 16 * 1024 * 1024
 
 
 class InputProcessor:
@@ -94,39 +71,35 @@ class InputProcessor:
         self._block_size = block_size
         self._max_model_len = max_model_len
         self._lock = RLock()
-        self._bos = bos_of(tokenizer)
-        self._template = (
-            ChatTemplate(tokenizer) if tokenizer.chat_template is not None else None
-        )
-        fixed = self._template.fixed_text() if self._template else ""
-        self._encoder = TextEncoder(tokenizer, fixed)
-        self._documents = TokenCache(_MAX_CACHED_CHARS)
-        self._frames: OrderedDict[object, tuple[_Ids, str]] = OrderedDict()
+        self._chunker = ChatChunker(tokenizer)
 
-    def layout(self, prompt: ChunkedPrompt | TokenPrompt | str) -> PromptLayout:
+    def layout(self, prompt: Prompt | str) -> PromptLayout:
         """Return the tokens, chunks and recompute set of a prompt.
 
         Args:
-            prompt: Documents and a question, chunks of token ids, or raw text.
+            prompt: Documents and a question, a conversation, chunks of token ids, or
+                raw text.
 
         Raises:
-            PromptError: The prompt is empty or is of another type.
+            PromptError: The prompt is empty or is of another type, or the chat
+                template does not take it as it is.
         """
-        _check_text(prompt)
         chunks: Sequence[_Ids]
         titles: Sequence[str] | None = None
         if isinstance(prompt, TokenPrompt):
             chunks = _listed(prompt.chunks)
-        elif isinstance(prompt, ChunkedPrompt):
+        elif isinstance(prompt, ChunkedPrompt | ChatPrompt):
+            _check_texts(prompt.named_texts())
             with self._lock:
                 titles, chunks = zip(*self._chunked(prompt), strict=True)
         elif isinstance(prompt, str):
+            _check_texts([("the prompt", prompt)])
             with self._lock:
                 chunks = self._raw(prompt)
         else:
             raise PromptError(
-                f"a prompt is a ChunkedPrompt, a TokenPrompt or a str, not a "
-                f"{type(prompt).__name__}"
+                f"a prompt is a ChunkedPrompt, a ChatPrompt, a TokenPrompt or a str, "
+                f"not a {type(prompt).__name__}"
             )
         return build_layout(
             chunks,
@@ -149,7 +122,7 @@ class InputProcessor:
         if not text.strip():
             raise PromptError("the document is empty; drop it")
         with self._lock:
-            ids = tuple(self._document(text))
+            ids = tuple(self._chunker.document(text))
         if self._config.alignment == "block":
             pad_len = -len(ids) % self._block_size
             ids += (self._tokenizer.eos_token_id or 0,) * pad_len
@@ -222,22 +195,11 @@ class InputProcessor:
             trace=trace,
         )
 
-    def _chunked(self, prompt: ChunkedPrompt) -> list[tuple[str, _Ids]]:
+    def _chunked(self, prompt: ChunkedPrompt | ChatPrompt) -> list[tuple[str, _Ids]]:
         """Return every chunk's title and ids."""
-        opening, ending = self._frame(prompt.system)
-        documents = [
-            (title, self._document(text)) for text, title in prompt.titled_texts()
-        ]
-        question = ("", self._encoder.mixed("", prompt.question, ending))
-        pieces: list[tuple[str, _Ids]]
-        if not opening or (list(opening) == self._bos and self._template is None):
-            # Nothing but bos: it joins the first document, which then is the exact
-            # prefix, or the question.
-            (title, head), *tail = [*documents, question]
-            pieces = [(title, [*opening, *head]), *tail]
-        else:
-            pieces = [(_SYSTEM_TITLE, opening), *documents, question]
-        return [(title, ids) for title, ids in pieces if len(ids)]
+        if isinstance(prompt, ChatPrompt):
+            return self._chunker.chunks(prompt.messages, prompt.tools)
+        return self._chunker.chunks(prompt.messages())
 
     def _raw(self, text: str) -> list[_Ids]:
         if not text:
@@ -249,58 +211,19 @@ class InputProcessor:
         if not pieces:
             raise PromptError("the prompt is empty; it holds delimiters only")
         *pieces, last = pieces
-        chunks = [self._encoder.trusted(piece, goes_on=True) for piece in pieces]
-        chunks.append(self._encoder.trusted(last))
-        if chunks[0][: len(self._bos)] != self._bos:
-            chunks[0] = self._bos + chunks[0]
+        encoder, bos = self._chunker.encoder, self._chunker.bos
+        chunks = [encoder.trusted(piece, goes_on=True) for piece in pieces]
+        chunks.append(encoder.trusted(last))
+        if chunks[0][: len(bos)] != bos:
+            chunks[0] = bos + chunks[0]
         return _non_empty(chunks)
 
-    def _document(self, text: str) -> _Ids:
-        ids = self._documents.get(text)
-        if ids is None:
-            # Text that ends in white space is already set apart.
-            whole = text if text[-1].isspace() else text + BREAK
-            ids = array("I", self._encoder.untrusted(whole, goes_on=True))
-            self._documents.put(text, ids)
-        return ids
 
-    def _frame(self, system: str | None) -> tuple[_Ids, str]:
-        """Return the opening's ids and the ending's text around the user's turn."""
-        # Some templates name the day, so that a rendering lasts until midnight.
-        key = (system, date.today())
-        if key not in self._frames:
-            self._frames[key] = self._render_frame(system)
-            if len(self._frames) > _MAX_TEMPLATES:
-                self._frames.popitem(last=False)
-        self._frames.move_to_end(key)
-        return self._frames[key]
-
-    def _render_frame(self, system: str | None) -> tuple[_Ids, str]:
-        if self._template is None:
-            text = system + BREAK if system else ""
-            return [*self._bos, *self._encoder.untrusted(text, goes_on=True)], ""
-        opening, ending = self._template.render(system)
-        ids = self._encoder.trusted(opening, goes_on=True)
-        if system:
-            # The system text must not bring control tokens of its own.
-            before, between, _ = self._template.render_apart()
-            ours = self._encoder.trusted(before + between)
-            if self._encoder.controls(ids) != self._encoder.controls(ours):
-                ids = self._encoder.mixed(before, system, between, goes_on=True)
-        return ids, ending
-
-
-def _check_text(prompt: ChunkedPrompt | TokenPrompt | str) -> None:
+def _check_texts(texts: Iterable[tuple[str, str]]) -> None:
     """Refuse text that no tokenizer takes: half a character, as decoders leave it."""
-    texts: dict[str, str | None] = {}
-    if isinstance(prompt, str):
-        texts["the prompt"] = prompt
-    elif isinstance(prompt, ChunkedPrompt):
-        texts = {"system": prompt.system, "question": prompt.question}
-        texts |= {f"document {i}": text for i, text in enumerate(prompt.texts())}
-    for name, text in texts.items():
+    for name, text in texts:
         try:
-            (text or "").encode()
+            text.encode()
         except UnicodeEncodeError as error:
             raise PromptError(
                 f"{name} holds a lone surrogate at character {error.start}; decode it "

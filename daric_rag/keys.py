@@ -36,6 +36,7 @@ __all__ = [
     "model_fingerprint",
     "pack_token_ids",
     "segment_keys",
+    "template_hash",
 ]
 
 KEY_BYTES = 32
@@ -53,6 +54,7 @@ _PERSON_DOCUMENT = b"daric.document.1"
 _PERSON_SEGMENT = b"daric.segment.1"
 _PERSON_CHUNKING = b"daric.chunking.1"
 _PERSON_SALT = b"daric.salt.1"
+_PERSON_TEMPLATE = b"daric.template.1"
 
 
 def pack_token_ids(ids: Sequence[int]) -> bytes:
@@ -161,6 +163,17 @@ def cache_salt(namespace: str, policy: Mapping[str, Scalar], chunking_id: str) -
         | {f"policy.{name}": value for name, value in policy.items()}
     )
     return _digest(_PERSON_SALT, payload).hex()
+
+
+def template_hash(system: str | None, documents: Sequence[str]) -> str:
+    """Return a hex digest of how a prompt builder writes systems and documents.
+
+    Args:
+        system: Its system text.
+        documents: Its document template, or what that makes of sample documents.
+    """
+    payload = json.dumps([system, list(documents)], separators=(",", ":"))
+    return _digest(_PERSON_TEMPLATE, payload.encode()).hex()
 
 
 def _canonical(fields: Mapping[Any, object]) -> bytes:

@@ -84,6 +84,10 @@ class RequestPlan:
         """Tokens of missing chunks that must be generated on their own."""
         return sum(chunk.num_tokens - chunk.hit_len for chunk in self.chunks)
 
+    def hit_keys(self) -> list[SegmentKey]:
+        """Return the keys of all segments to be loaded, by position."""
+        return [key for chunk in self.chunks for key in chunk.hit_keys]
+
     @property
     def recompute_len(self) -> int:
         """Tokens in the refined recompute set."""

@@ -50,6 +50,7 @@ class RequestStep:
         asynchronous: Whether vLLM lets the request wait until everything before
             `hit_len` is in its blocks, over as many steps as that takes. Otherwise
             all of it belongs to the step that admits the request.
+        priority: Asynchronous requests of a lower one go first.
     """
 
     req_id: str
@@ -61,6 +62,7 @@ class RequestStep:
     root: ModelFingerprint
     namespace: str
     asynchronous: bool = False
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class StepPlan:
             key
             for request in self.requests
             for chunk in request.chunks
-            for key in chunk.keys[: chunk.num_hit_segments]
+            for key in chunk.hit_keys
         ]
 
 

@@ -11,25 +11,19 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from daric_rag.errors import EngineError, UnsupportedModelError
-
 __all__ = [
     "BREAK",
-    "ChatTemplate",
     "TextEncoder",
     "TokenCache",
     "Tokenizer",
     "bos_of",
+    "set_apart",
 ]
 
 BREAK = "\n\n"
 """Put behind a text, so that it does not run into the next one."""
 
 _LETTER = "A"
-
-# Letters only, so that no template trims them or takes them for a directive.
-_USER_PLACEHOLDER = "QdaricUserTextQ"
-_SYSTEM_PLACEHOLDER = "QdaricSystemTextQ"
 
 
 class Tokenizer(Protocol):
@@ -66,12 +60,13 @@ class Tokenizer(Protocol):
 
     def apply_chat_template(
         self,
-        conversation: list[dict[str, str]],
+        conversation: list[dict[str, Any]],
         *,
         tokenize: bool,
         add_generation_prompt: bool,
+        **variables: Any,
     ) -> Any:
-        """Return the rendered conversation."""
+        """Return the rendered conversation; ``tools`` come only if there are any."""
         ...
 
 
@@ -95,12 +90,22 @@ class TextEncoder:
         self._letter = _letter_id(tokenizer)
         added = tokenizer.added_tokens_decoder
         used = set(self.trusted(template_text))
+        # Some vocabularies add blank lines as tokens. They mark no role.
         self._control = frozenset(
-            index for index, token in added.items() if token.special or index in used
+            index
+            for index, token in added.items()
+            if token.special or (index in used and token.content.strip())
         )
-        spellings = [added[index].content for index in self._control]
-        # Without alternatives, a pattern that matches nothing.
+        # A plain text may hold what the vocabulary lacks.
+        self._forbidden = self._control - {tokenizer.unk_token_id}
+        self._id_of = {added[index].content: index for index in self._control}
+        # The longest first, as tokenizers match; else a pattern that matches nothing.
+        spellings = sorted(self._id_of, key=len, reverse=True)
         self._spelling = re.compile("|".join(map(re.escape, spellings)) or "(?!)")
+        self._beginnings = {text[:i] for text in spellings for i in range(1, len(text))}
+        self._endings = {text[i:] for text in spellings for i in range(1, len(text))}
+        self._longest = len(spellings[0]) if spellings else 0
+        self._single = [ord(text) for text in spellings if len(text) == 1]
 
     def trusted(self, text: str, *, goes_on: bool = False) -> list[int]:
         """Return ids; control tokens in the text are control tokens.
@@ -122,111 +127,89 @@ class TextEncoder:
         ids = self.trusted(text, goes_on=goes_on)
         if self._control.isdisjoint(ids):
             return ids
-        ids = []
-        start = 0
-        while match := self._spelling.search(text, start):
-            ids += self.trusted(text[start : match.start() + 1])
-            start = match.start() + 1
-        ids += self.trusted(text[start:], goes_on=goes_on)
+        *parts, last = self._cut(text)
+        ids = [i for part in parts for i in self.trusted(part)]
+        ids += self.trusted(last, goes_on=goes_on)
         # What is left has one character, or is spelt after normalisation only.
-        # Except: a plain text may hold what the vocabulary lacks.
-        dropped = self._control - {self._tokenizer.unk_token_id}
-        return [i for i in ids if i not in dropped]
+        return [i for i in ids if i not in self._forbidden]
+
+    def guarded(self, text: str, mark: str) -> str:
+        """Return somebody's text for a template to write, marked where to cut it.
+
+        The parts between the marks hold no control token, and complete none with what
+        stands around them. Control tokens of one character are left out.
+        """
+        text = text.translate(dict.fromkeys(self._single, mark))
+        text = mark.join(self._cut(text))
+        near = range(1, self._longest)
+        if any(text[:n] in self._endings for n in near):
+            text = mark + text
+        if any(text[-n:] in self._beginnings for n in near):
+            text = text + mark
+        return text
+
+    def ours(self, parts: Sequence[str], *, goes_on: bool = False) -> list[int]:
+        """Return the ids of what a template wrote, cut at the marks of `guarded`."""
+        ids: list[int] = []
+        for index, part in enumerate(parts):
+            ids += self._ours(part, goes_on=goes_on and index == len(parts) - 1)
+        return ids
 
     def mixed(
-        self, before: str, text: str, after: str, *, goes_on: bool = False
+        self,
+        before: Sequence[str],
+        text: str,
+        after: Sequence[str],
+        *,
+        goes_on: bool = False,
     ) -> list[int]:
-        """Return the ids of somebody's text between two of our own.
+        """Return the ids of somebody's text between what a template wrote.
 
-        They are tokenised as one unless that changes which control tokens there are.
+        They are tokenised as one, but for the marks, unless that changes which control
+        tokens there are.
         """
-        whole = self.trusted(before + text + after, goes_on=goes_on)
-        head, tail = self.trusted(before), self.trusted(after, goes_on=goes_on)
-        if self.controls(whole) == self.controls([*head, *tail]):
-            return whole
-        return [*head, *self.untrusted(text), *tail]
+        *head, left = before or ("",)
+        right, *tail = after or ("",)
+        ends = goes_on and not tail
+        whole = self.trusted(left + text + right, goes_on=ends)
+        if self._controls(whole) != self._spelt(left) + self._spelt(right):
+            whole = self._ours(left) + self.untrusted(text)
+            whole += self._ours(right, goes_on=ends)
+        return self.ours(head) + whole + self.ours(tail, goes_on=goes_on)
 
-    def controls(self, ids: list[int]) -> list[int]:
-        """Return the control tokens among the ids, in order."""
-        return [i for i in ids if i in self._control]
+    def _cut(self, text: str) -> list[str]:
+        """Return the text in parts that spell no control token of two characters."""
+        parts = []
+        start = 0
+        while match := self._spelling.search(text, start):
+            parts.append(text[start : match.start() + 1])
+            start = match.start() + 1
+        return [*parts, text[start:]]
+
+    def _ours(self, text: str, *, goes_on: bool = False) -> list[int]:
+        ids = self.trusted(text, goes_on=goes_on)
+        if self._controls(ids) == self._spelt(text):
+            return ids
+        # Somebody's text in it spells a control token after normalisation only.
+        ids = []
+        start = 0
+        for match in self._spelling.finditer(text):
+            ids += self.untrusted(text[start : match.start()])
+            ids.append(self._id_of[match[0]])
+            start = match.end()
+        return ids + self.untrusted(text[start:], goes_on=goes_on)
+
+    def _controls(self, ids: Sequence[int]) -> list[int]:
+        return [i for i in ids if i in self._forbidden]
+
+    def _spelt(self, text: str) -> list[int]:
+        ids = [self._id_of[match[0]] for match in self._spelling.finditer(text)]
+        return self._controls(ids)
 
 
-class ChatTemplate:
-    """A tokenizer's chat template, rendered around placeholders.
-
-    A template that refuses or drops a system message gets the system text at the
-    start of the user's turn.
-
-    Raises:
-        UnsupportedModelError: The template fails, or does not write the user's text
-            exactly once.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Find out whether the template knows a system role."""
-        self._tokenizer = tokenizer
-        self._has_system_role = self._probe()
-
-    def fixed_text(self) -> str:
-        """Return everything the template writes itself, with and without system."""
-        return "".join([*self.render(None), *self.render_apart()])
-
-    def render(self, system: str | None) -> tuple[str, str]:
-        """Return the text before and after what the user's turn holds.
-
-        Raises:
-            UnsupportedModelError: The template fails, or does not write the user's
-                text exactly once.
-        """
-        user = _USER_PLACEHOLDER
-        while system is not None and user in system:
-            user += "Q"
-        try:
-            text = self._apply(system, user)
-        except EngineError:  # Of the server that renders, not of the template.
-            raise
-        except Exception as error:  # Jinja's own, which is not ours to import.
-            raise UnsupportedModelError(
-                f"the chat template cannot render one user message ({error}); pass "
-                f"TokenPrompt with your own tokenisation"
-            ) from error
-        if text.count(user) != 1:
-            raise UnsupportedModelError(
-                f"the chat template writes the user's text {text.count(user)} times "
-                f"instead of once; pass TokenPrompt with your own tokenisation"
-            )
-        opening, _, ending = text.partition(user)
-        return opening, ending
-
-    def render_apart(self) -> tuple[str, str, str]:
-        """Return the text before and after a system text, and after the user's."""
-        opening, ending = self.render(_SYSTEM_PLACEHOLDER)
-        before, _, between = opening.partition(_SYSTEM_PLACEHOLDER)
-        return before, between, ending
-
-    def _probe(self) -> bool:
-        self._has_system_role = True
-        try:
-            text = self._apply(_SYSTEM_PLACEHOLDER, _USER_PLACEHOLDER)
-        except EngineError:
-            raise
-        except Exception:
-            return False
-        return text.count(_SYSTEM_PLACEHOLDER) == 1 and text.find(
-            _SYSTEM_PLACEHOLDER
-        ) < text.find(_USER_PLACEHOLDER)
-
-    def _apply(self, system: str | None, user: str) -> str:
-        messages = [{"role": "user", "content": user}]
-        if system is not None and self._has_system_role:
-            messages.insert(0, {"role": "system", "content": system})
-        elif system:
-            messages[0]["content"] = system + BREAK + user
-        return str(
-            self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        )
+def set_apart(text: str) -> str:
+    """Return text that does not run into what follows it."""
+    return text if text[-1:].isspace() else text + BREAK
 
 
 def bos_of(tokenizer: Tokenizer) -> list[int]:
@@ -244,24 +227,31 @@ def _letter_id(tokenizer: Tokenizer) -> int | None:
 
 
 class TokenCache:
-    """Least recently used token ids of documents, bounded by their characters."""
+    """Least recently used token ids of texts, bounded by their characters.
+
+    A key is a text, or several that are tokenised together.
+    """
 
     def __init__(self, capacity_chars: int) -> None:
         self._capacity_chars = capacity_chars
         self._num_chars = 0
-        self._ids: OrderedDict[str, Sequence[int]] = OrderedDict()
+        self._ids: OrderedDict[str | tuple[str, ...], Sequence[int]] = OrderedDict()
 
-    def get(self, text: str) -> Sequence[int] | None:
+    def get(self, key: str | tuple[str, ...]) -> Sequence[int] | None:
         """Return a text's ids, if they are held."""
-        ids = self._ids.get(text)
+        ids = self._ids.get(key)
         if ids is not None:
-            self._ids.move_to_end(text)
+            self._ids.move_to_end(key)
         return ids
 
-    def put(self, text: str, ids: Sequence[int]) -> None:
+    def put(self, key: str | tuple[str, ...], ids: Sequence[int]) -> None:
         """Hold a text's ids."""
-        self._ids[text] = ids
-        self._num_chars += len(text)
+        self._ids[key] = ids
+        self._num_chars += _num_chars(key)
         while self._num_chars > self._capacity_chars:
             oldest, _ = self._ids.popitem(last=False)
-            self._num_chars -= len(oldest)
+            self._num_chars -= _num_chars(oldest)
+
+
+def _num_chars(key: str | tuple[str, ...]) -> int:
+    return len(key) if isinstance(key, str) else sum(map(len, key))

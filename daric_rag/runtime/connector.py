@@ -32,6 +32,7 @@ from daric_rag.runtime.vllm_api import (
     VllmConfig,
     attention_kernel_of,
     extract_layer_index,
+    replays_whole_graph,
     rotary_modules,
     rotate_rows,
     tensor_parallel_group,
@@ -127,6 +128,7 @@ class DaricConnector(KVConnectorBase_V1):
         """Take the layers' tensors, in order of layers."""
         names = sorted(kv_caches, key=extract_layer_index)
         self._kv_caches = {name: kv_caches[name] for name in names}
+        self._layer_index = {name: index for index, name in enumerate(names)}
         self.worker.register_layers(list(self._kv_caches.values()))
 
     def bind_model(self, model: Any) -> None:
@@ -155,16 +157,32 @@ class DaricConnector(KVConnectorBase_V1):
         # Last, for ranks that differ must not part before the last pass.
         check_cached_keys(keys, self._rope)
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No: vLLM would do without whole graphs, which decoding is fastest with.
+
+        No hook runs inside of one. A pass that is replayed as a whole waits for all
+        loads before it begins, and what it completes is saved when it is over.
+        """
+        return False
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """A pass is submitted next: start the loads that it needs."""
+        super().bind_connector_metadata(connector_metadata)
+        self.worker.begin_pass(layerwise=not replays_whole_graph())
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing to do: the step's loads are placed before its first pass."""
+        """Nothing to do: vLLM may call this after the pass, when it is too late."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for."""
+        """Let a layer's attention come after its loads."""
+        self.worker.wait_layer(self._layer_index[layer_name])
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing to do: segments are saved whole."""
+        """Start to save what the pass has completed of a layer."""
+        self.worker.save_layer(self._layer_index[layer_name])
 
     def wait_for_save(self) -> None:
         """Finish the step; passes of sub-requests have an empty plan.
@@ -174,7 +192,9 @@ class DaricConnector(KVConnectorBase_V1):
         """
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, DaricMetadata)
-        if metadata.is_step and sys.exception() is None:
+        if sys.exception() is not None:
+            self.worker.abandon_pass()
+        elif metadata.is_step:
             self.worker.finish_step()
 
     def get_finished(

@@ -25,47 +25,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from daric_rag.errors import ConfigError
+from daric_rag.runtime.kv_tensors import Buffer, KvShape, bytes_of, largest_magnitudes
 
 __all__ = ["KvCodec", "KvShape", "codec_of"]
 
 _MAX_SCALE: Final = 65504.0  # of float16
 _CPU: Final = torch.device("cpu")
-# An integer of an element's size, by bytes, and the bits of its magnitude.
-_BITS: Final = {2: (torch.int16, 0x7FFF), 4: (torch.int32, 0x7FFF_FFFF)}
-
-
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """Shape of one token's KV: what every record of this engine must have.
-
-    Attributes:
-        num_layers: Layers.
-        num_kv_heads: Key-value heads per layer.
-        head_dim: Elements per head.
-        dtype: Of the elements.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def dtype_name(self) -> str:
-        """The record format's name of the dtype."""
-        return str(self.dtype).removeprefix("torch.")
-
-    def of(self, num_tokens: int) -> tuple[int, int, int, int]:
-        """``(num_layers, num_tokens, num_kv_heads, head_dim)``."""
-        return (self.num_layers, num_tokens, self.num_kv_heads, self.head_dim)
+_WIDE: Final = torch.float32
 
 
 class KvCodec(Protocol):
@@ -103,6 +76,32 @@ class KvCodec(Protocol):
         """
         ...
 
+    # For layers one at a time. A part is one tensor of a payload, such as its codes.
+
+    def parts_of(self, payload: memoryview, num_tokens: int) -> tuple[Tensor, ...]:
+        """View a payload's parts, ``[2, num_layers, num_tokens, ...]``, K then V.
+
+        The views keep the payload alive. One token's elements are contiguous, and so
+        are one layer's of K or of V.
+        """
+        ...
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """Turn one layer's parts into K and V, on their device.
+
+        Args:
+            parts: As `parts_of` returns them, without layers: ``[2, num_tokens, ...]``.
+
+        Returns:
+            ``[2, num_tokens, num_kv_heads, head_dim]``, of the model's dtype; may be
+            the only part itself.
+        """
+        ...
+
+    def encode(self, both: Tensor) -> tuple[Tensor, ...]:
+        """Turn one layer's K and V into its parts; the other way round of `decode`."""
+        ...
+
 
 class ModelCodec:
     """K and V as the model has them; nothing is copied. See `KvCodec`."""
@@ -126,9 +125,22 @@ class ModelCodec:
 
     def tensors_of(self, payload: memoryview, num_tokens: int) -> tuple[Tensor, Tensor]:
         """View a payload; the views keep it alive."""
-        both = _bytes_of(payload).view(self._shape.dtype)
-        keys, values = both.view(2, *self._shape.of(num_tokens))
-        return keys, values
+        (both,) = self.parts_of(payload, num_tokens)
+        return both[0], both[1]
+
+    def parts_of(self, payload: memoryview, num_tokens: int) -> tuple[Tensor, ...]:
+        """View K and V; see `KvCodec.parts_of`."""
+        both = bytes_of(payload).view(self._shape.dtype)
+        return (both.view(2, *self._shape.of(num_tokens)),)
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return K and V as they are; see `KvCodec.decode`."""
+        (both,) = parts
+        return both
+
+    def encode(self, both: Tensor) -> tuple[Tensor, ...]:
+        """Return K and V as they are; see `KvCodec.encode`."""
+        return (both,)
 
 
 class QuantizedCodec(ABC):
@@ -151,8 +163,8 @@ class QuantizedCodec(ABC):
     def __init__(self, shape: KvShape, device: torch.device = _CPU) -> None:
         """Keep the shape; payloads are decoded on the device."""
         self._shape, self._device = shape, device
-        self._wide = _Buffer(torch.float32, device)
-        self._both = _Buffer(shape.dtype, device)
+        self._wide = Buffer(_WIDE, device)
+        self._both = Buffer(shape.dtype, device)
 
     @abstractmethod
     def _pack(self, wide: Tensor, codes: Tensor) -> None:
@@ -169,22 +181,42 @@ class QuantizedCodec(ABC):
 
     def payload_of(self, keys: Tensor, values: Tensor, out: memoryview) -> None:
         """See `KvCodec.payload_of`."""
-        parts = self._parts(_bytes_of(out), keys.shape[1])
+        parts = self._parts(bytes_of(out), keys.shape[1])
         for vectors, codes, scales in zip((keys, values), *parts, strict=True):
-            self._quantize(vectors, codes, scales)
+            self._quantize(vectors, codes, scales, self._wide.of(vectors.shape))
 
     def tensors_of(self, payload: memoryview, num_tokens: int) -> tuple[Tensor, Tensor]:
         """See `KvCodec.tensors_of`."""
-        raw = _bytes_of(payload).to(self._device, non_blocking=True)
+        raw = bytes_of(payload).to(self._device, non_blocking=True)
         parts = self._parts(raw, num_tokens)
         keys, values = self.staging(payload, num_tokens)
         for codes, scales, out in zip(*parts, (keys, values), strict=True):
-            self._dequantize(codes, scales, out)
+            self._dequantize(codes, scales, out, self._wide.of(out.shape))
         return keys, values
 
-    def _quantize(self, vectors: Tensor, codes: Tensor, scales: Tensor) -> None:
-        wide = self._wide.of(vectors.shape)
-        largest = _largest(vectors, wide).float().clamp_(max=_MAX_SCALE).half()
+    def parts_of(self, payload: memoryview, num_tokens: int) -> tuple[Tensor, ...]:
+        """View codes and scales; see `KvCodec.parts_of`."""
+        return self._parts(bytes_of(payload), num_tokens)
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """See `KvCodec.decode`; shares no memory, for streams beside each other."""
+        codes, scales = parts
+        both = torch.empty(codes.shape, dtype=self._shape.dtype, device=codes.device)
+        self._dequantize(codes, scales, both, torch.empty_like(both, dtype=_WIDE))
+        return both
+
+    def encode(self, both: Tensor) -> tuple[Tensor, ...]:
+        """See `KvCodec.encode`; shares no memory, like `decode`."""
+        codes = torch.empty_like(both, dtype=torch.int8)
+        scales = both.new_empty(both.shape[:-1], dtype=torch.float16)
+        self._quantize(both, codes, scales, torch.empty_like(both, dtype=_WIDE))
+        return codes, scales
+
+    def _quantize(
+        self, vectors: Tensor, codes: Tensor, scales: Tensor, wide: Tensor
+    ) -> None:
+        largest = largest_magnitudes(vectors, wide).float()
+        largest = largest.clamp_(max=_MAX_SCALE).half()
         scales.copy_(largest)
         # Where the scale is 0 all codes are to be, not 0 times infinity.
         factor = (self.max_code / largest.float()).masked_fill_(largest == 0, 0.0)
@@ -193,8 +225,9 @@ class QuantizedCodec(ABC):
         # A scale that was rounded down or clipped leaves elements beyond the codes.
         self._pack(wide.clamp_(-self.max_code, self.max_code), codes)
 
-    def _dequantize(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
-        wide = self._wide.of(out.shape)
+    def _dequantize(
+        self, codes: Tensor, scales: Tensor, out: Tensor, wide: Tensor
+    ) -> None:
         self._unpack(codes, wide)
         factor = scales.float() / self.max_code * self.gain
         wide.mul_(factor[..., None])
@@ -263,37 +296,3 @@ def codec_of(kv_storage: str, shape: KvShape, device: torch.device = _CPU) -> Kv
         known = ", ".join(repr(name) for name in ("model", *_QUANTIZED))
         raise ConfigError(f"kv_storage is {kv_storage!r}; it must be one of {known}")
     return _QUANTIZED[kv_storage](shape, device)
-
-
-def _largest(vectors: Tensor, spare: Tensor) -> Tensor:
-    """Return the largest magnitudes over the last dimension, of the same dtype.
-
-    Args:
-        vectors: Of two or four bytes per element.
-        spare: float32, of the same shape; overwritten.
-    """
-    # Without their signs floats are ordered as their bits are, and torch finds the
-    # largest integer five times as fast as the largest magnitude.
-    bits, unsigned = _BITS[vectors.element_size()]
-    magnitudes = spare.view(bits)[..., : vectors.shape[-1]]
-    torch.bitwise_and(vectors.view(bits), unsigned, out=magnitudes)
-    return magnitudes.amax(dim=-1).view(vectors.dtype)
-
-
-class _Buffer:
-    """Memory that is used again, and grows when more is asked for."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._flat = torch.empty(0, dtype=dtype, device=device)
-
-    def of(self, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor of that shape, which the next call's overlaps."""
-        num_elements = math.prod(shape)
-        if self._flat.numel() < num_elements:
-            self._flat = self._flat.new_empty(num_elements)
-        return self._flat[:num_elements].view(shape)
-
-
-def _bytes_of(payload: memoryview) -> Tensor:
-    """View bytes as uint8; the tensor keeps them alive."""
-    return torch.from_dlpack(np.frombuffer(payload, dtype=np.uint8))

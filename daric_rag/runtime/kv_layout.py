@@ -6,8 +6,9 @@ vLLM hands over one tensor per layer, ``[num_blocks, num_kv_heads, block_size,
 | Layout       | Where       | Inside of a (block, head)                       |
 |--------------|-------------|-------------------------------------------------|
 | `PackedKv`   | CPU, "vec"  | K transposed, then V: see the class             |
+| `AmxKv`      | CPU, "amx"  | tiles: see `kv_layout_amx`                      |
 | `SplitKv`    | GPU         | K in [..., :head_dim], V in [..., head_dim:]    |
-| `PermutedKv` | CPU, others | any permutation of the same elements            |
+| `PermutedKv` | CPU, others | learned: see `kv_layout_learned`                |
 
 `kv_probe` finds out which one it is. Tokens move as ``[num_layers, num_tokens,
 num_kv_heads, head_dim]``, the record's shape.
@@ -24,10 +25,11 @@ from torch import Tensor
 __all__ = [
     "KvLayout",
     "PackedKv",
-    "PermutedKv",
     "SplitKv",
     "WriteSlots",
     "block_pieces",
+    "slots_of",
+    "stack_layers",
 ]
 
 WriteSlots = Callable[[int, Tensor, Tensor, Tensor], None]
@@ -36,7 +38,13 @@ WriteSlots = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 class KvLayout(Protocol):
-    """Worker process. Moves tokens between blocks and records."""
+    """Worker process. Moves tokens between blocks and records.
+
+    Attributes:
+        block_size: Tokens per block.
+    """
+
+    block_size: int
 
     def scatter(
         self, keys: Tensor, values: Tensor, block_ids: Sequence[int], start: int
@@ -57,6 +65,18 @@ class KvLayout(Protocol):
         """Read the same positions into `keys` and `values`, which are mutated."""
         ...
 
+    def read_slots(self, layer: int, slots: Tensor) -> Tensor:
+        """Return one layer's K and V at some slots.
+
+        Args:
+            layer: Its index.
+            slots: int64 ``[num_tokens]``, on the cache's device.
+
+        Returns:
+            ``[2, num_tokens, num_kv_heads, head_dim]``, contiguous, nobody else's.
+        """
+        ...
+
 
 def block_pieces(
     start: int, end: int, block_size: int
@@ -74,7 +94,18 @@ def block_pieces(
         position += num_tokens
 
 
-def _stacked(layers: Sequence[Tensor]) -> list[Tensor]:
+def slots_of(
+    block_ids: Sequence[int], start: int, end: int, block_size: int
+) -> list[int]:
+    """Return the slots of positions [start, end) of a block table."""
+    slots: list[int] = []
+    for _, num_tokens, index, inside in block_pieces(start, end, block_size):
+        first = block_ids[index] * block_size + inside
+        slots.extend(range(first, first + num_tokens))
+    return slots
+
+
+def stack_layers(layers: Sequence[Tensor]) -> list[Tensor]:
     """View all layers as one tensor where they lie at equal distances, else each alone.
 
     Returns:
@@ -105,7 +136,7 @@ class PackedKv:
         self.block_size = layers[0].shape[2]
         self._groups: list[tuple[slice, Tensor, Tensor]] = []
         first = 0
-        for tensor in _stacked(layers):
+        for tensor in stack_layers(layers):
             num_layers, num_blocks, num_heads, block_size, _ = tensor.shape
             flat = tensor.view(num_layers, num_blocks, num_heads, -1)
             half = block_size * head_dim
@@ -138,6 +169,17 @@ class PackedKv:
         ):
             target_k.copy_(block_k)
             target_v.copy_(block_v)
+
+    def read_slots(self, layer: int, slots: Tensor) -> Tensor:
+        """See `KvLayout.read_slots`."""
+        blocks, inside = slots // self.block_size, slots % self.block_size
+        first, cache_k, cache_v = next(
+            (layers.start, keys, values)
+            for layers, keys, values in self._groups
+            if layers.start <= layer < layers.stop
+        )
+        caches = cache_k[layer - first], cache_v[layer - first]
+        return torch.stack([cache[blocks, inside] for cache in caches])
 
     def _pieces(
         self, keys: Tensor, values: Tensor, block_ids: Sequence[int], start: int
@@ -186,6 +228,12 @@ class SplitKv:
             keys[index].copy_(tokens[..., : self._head_dim])
             values[index].copy_(tokens[..., self._head_dim :])
 
+    def read_slots(self, layer: int, slots: Tensor) -> Tensor:
+        """See `KvLayout.read_slots`."""
+        blocks, inside = slots // self.block_size, slots % self.block_size
+        tokens = self._layers[layer][blocks, :, inside]
+        return torch.stack(tokens.split(self._head_dim, dim=-1))
+
     def _index(
         self, block_ids: Sequence[int], start: int, num_tokens: int
     ) -> tuple[Tensor, Tensor]:
@@ -193,57 +241,3 @@ class SplitKv:
         positions = torch.arange(start, start + num_tokens, device=device)
         table = torch.tensor(block_ids, device=device)
         return table[positions // self.block_size], positions % self.block_size
-
-
-class PermutedKv:
-    """Any permutation of a block's elements, learned from the kernel itself.
-
-    Correct for kernels whose packing we never saw, at the price of an indexed read
-    per saved block.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[Tensor],
-        permutation: Tensor,
-        write_slots: WriteSlots,
-    ) -> None:
-        """Keep the permutation.
-
-        Args:
-            layers: One cache tensor per layer.
-            permutation: Offset in a raw block of every element of K, then of V,
-                [2, block_size, num_kv_heads, head_dim].
-            write_slots: The kernel's operator.
-        """
-        self._layers = list(layers)
-        self._permutation, self._write_slots = permutation, write_slots
-        self.block_size = layers[0].shape[2]
-
-    def scatter(
-        self, keys: Tensor, values: Tensor, block_ids: Sequence[int], start: int
-    ) -> None:
-        """See `KvLayout.scatter`."""
-        size = self.block_size
-        slots = torch.tensor(
-            [
-                block_ids[position // size] * size + position % size
-                for position in range(start, start + keys.shape[1])
-            ]
-        )
-        for layer in range(len(self._layers)):
-            self._write_slots(
-                layer, keys[layer].contiguous(), values[layer].contiguous(), slots
-            )
-
-    def gather(
-        self, keys: Tensor, values: Tensor, block_ids: Sequence[int], start: int
-    ) -> None:
-        """See `KvLayout.gather`."""
-        end = start + keys.shape[1]
-        for offset, num, index, inside in block_pieces(start, end, self.block_size):
-            for layer, cache in enumerate(self._layers):
-                raw = cache[block_ids[index]].flatten()
-                tokens_k, tokens_v = raw[self._permutation]
-                keys[layer, offset : offset + num] = tokens_k[inside : inside + num]
-                values[layer, offset : offset + num] = tokens_v[inside : inside + num]

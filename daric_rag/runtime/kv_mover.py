@@ -1,4 +1,4 @@
-"""Records and blocks: reading, re-encoding, placing and saving segments."""
+"""Records and blocks: reading, placing and saving segments."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
 from daric_rag.document_info import DocumentInfo, encode_document
 from daric_rag.errors import StoreError
 from daric_rag.keys import SegmentKey
 from daric_rag.runtime.kv_codec import KvCodec, KvShape
-from daric_rag.runtime.kv_layout import KvLayout
+from daric_rag.runtime.placement import Placement
 from daric_rag.runtime.ranks import Agree, RankKeys
-from daric_rag.runtime.rope import Reencoder
+from daric_rag.runtime.transfers import LayerSave, Transfers
 from daric_rag.storage import TieredStore
 from daric_rag.storage.base import Record
 from daric_rag.storage.format import RecordHeader, SegmentIdentity
@@ -41,44 +38,55 @@ class KvMover:
     def __init__(
         self,
         store: TieredStore,
-        layout: KvLayout,
-        reencoder: Reencoder,
+        transfers: Transfers,
         *,
         shape: KvShape,
         codec: KvCodec,
         fingerprint: bytes,
-        device: torch.device,
         ranks: RankKeys | None = None,
         agree: Agree = list,
     ) -> None:
         """Bind store, blocks and model together."""
         self._ranks = ranks if ranks is not None else RankKeys()
         self._agree = agree
-        self._store, self._layout, self._reencoder = store, layout, reencoder
+        self._store, self._transfers = store, transfers
         self._shape, self._codec = shape, codec
-        self._fingerprint, self._device = fingerprint, device
+        self._fingerprint = fingerprint
         self.exact_records = codec.dtype_name == shape.dtype_name
         self._protected: Sequence[bytes] = ()  # records' keys
+        self._expected: dict[SegmentKey, LayerSave] = {}
         self._warned: set[str] = set()
+
+    def is_near(self, key: SegmentKey) -> bool:
+        """Whether this rank's record of a segment is in memory."""
+        return self._store.in_memory(self._ranks.to_record(key))
 
     def read(
         self, keys: Sequence[SegmentKey], lens: Sequence[int]
     ) -> list[Record | None]:
-        """Read segments; None where the store of any rank has nothing that fits.
+        """Read this rank's records; None where the store has nothing that fits.
 
-        Collective: every rank reads the same segments in the same order.
+        May be called from any thread. What one rank cannot read all must generate
+        anew: see `agree`.
 
         Args:
-            keys: Their keys, [n].
+            keys: The segments' keys, [n].
             lens: Tokens per segment, [n].
         """
-        found = self._read_own(keys, lens)
-        # What one rank generates anew all must, in the same passes.
-        on_all = self._agree([record is not None for record in found])
+        record_keys = [self._ranks.to_record(key) for key in keys]
+        try:
+            records = self._store.read_many(record_keys, self._fingerprint)
+        except Exception as error:
+            self._warn("read", error)
+            return [None] * len(keys)
         return [
-            record if readable else None
-            for record, readable in zip(found, on_all, strict=True)
+            record if record is not None and self._fits(record, num_tokens) else None
+            for record, num_tokens in zip(records, lens, strict=True)
         ]
+
+    def agree(self, flags: Sequence[bool]) -> list[bool]:
+        """Return which flags are set on every rank; collective."""
+        return self._agree(flags)
 
     def place(
         self,
@@ -90,7 +98,7 @@ class KvMover:
         place_from: int,
         place_until: int,
     ) -> None:
-        """Write a segment to its place in a prompt, re-encoded.
+        """Write a segment to its place in a prompt, re-encoded, before the next pass.
 
         Args:
             record: The segment, with keys as they are at the chunk's own positions.
@@ -100,19 +108,10 @@ class KvMover:
             place_from: First position that may be written.
             place_until: Position after the last one.
         """
-        start = chunk_start + segment_start
-        num_tokens = record.header.num_tokens
-        skip = max(0, place_from - start)
-        stop = min(num_tokens, place_until - start)
-        if skip >= stop:
-            return
-        keys, values = self._codec.tensors_of(record.payload, num_tokens)
-        turned = self._reencoder.reencode_keys(self._to_device(keys), chunk_start)
-        self._layout.scatter(
-            turned[:, skip:stop],
-            self._to_device(values)[:, skip:stop],
-            block_ids,
-            start + skip,
+        self._transfers.place(
+            Placement(
+                record, block_ids, chunk_start, segment_start, place_from, place_until
+            )
         )
 
     def protect(self, keys: Sequence[SegmentKey]) -> None:
@@ -134,25 +133,32 @@ class KvMover:
         except Exception as error:
             self._warn("protected", error)
 
-    def take_evicted(self) -> set[SegmentKey]:
-        """Return what the store has given up since last asked, and maybe no segments.
+    def take_moved(self) -> tuple[set[SegmentKey], set[SegmentKey]]:
+        """Return what the store has given up, and what has left its memory, since then.
 
-        See `RankKeys.candidates`.
+        And maybe no segments, see `RankKeys.candidates`.
         """
         try:
-            return self._ranks.candidates(self._store.take_evicted())
+            evicted = self._ranks.candidates(self._store.take_evicted())
+            demoted = self._ranks.candidates(self._store.take_demoted())
         except Exception as error:
             self._warn("evicted", error)
-            return set()
+            return set(), set()
+        return evicted, demoted
 
     def settle(self) -> None:
-        """Return when no copy to the device reads from a record any more.
+        """Return when records that were placed may be let go, which is at once.
 
-        From page-locked memory copies are asynchronous, and a record's memory is used
-        again as soon as nobody holds the record.
+        Those that are still being read from are held. See `Transfers.place`.
         """
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+
+    def forget(self) -> None:
+        """Drop what a step that failed had placed or expected, and not started.
+
+        Its blocks may be another request's by now.
+        """
+        self._expected.clear()
+        self._transfers.forget()
 
     def identity(
         self,
@@ -164,6 +170,32 @@ class KvMover:
         """Return a segment's identity, the same on all ranks but for the model."""
         side_data = b"" if document is None else encode_document(document)
         return SegmentIdentity(key, parent, self._fingerprint, index, side_data)
+
+    def expect_save(
+        self,
+        identity: SegmentIdentity,
+        block_ids: Sequence[int],
+        start: int,
+        num_tokens: int,
+    ) -> None:
+        """Say that the next pass completes a segment, and that `save` follows it.
+
+        So that it is saved while the pass runs. Saving what nobody expected takes
+        longer, and is no different otherwise.
+
+        Args:
+            identity: As for `save`.
+            block_ids: As for `save`.
+            start: As for `save`.
+            num_tokens: As for `save`.
+        """
+        if not self._transfers.is_layerwise:
+            return
+        header = self._header(identity, num_tokens)
+        payload = self._allocate(header.payload_len, header.parent_key)
+        save = LayerSave(payload, tuple(block_ids), start, num_tokens)
+        self._expected[SegmentKey(identity.key)] = save
+        self._transfers.expect_save(save)
 
     def save(
         self,
@@ -183,18 +215,16 @@ class KvMover:
         Returns:
             The record, in memory whatever the store did, and whether it took it.
         """
-        own = replace(
-            identity,
-            key=self._ranks.to_record(identity.key),
-            parent=self._ranks.to_record(identity.parent),
-        )
-        header = RecordHeader.for_shape(
-            own, self._shape.of(num_tokens), self._codec.dtype_name
-        )
-        buffer = self._allocate(header.payload_len, own.parent)
-        keys, values = self._codec.staging(buffer, num_tokens)
-        self._gather(keys, values, block_ids, start)
-        self._codec.payload_of(keys, values, buffer)
+        header = self._header(identity, num_tokens)
+        expected = self._expected.pop(SegmentKey(identity.key), None)
+        if expected is None:
+            buffer = self._allocate(header.payload_len, header.parent_key)
+        else:
+            buffer = expected.payload
+        if expected is None or not self._transfers.finish_save(expected):
+            keys, values = self._codec.staging(buffer, num_tokens)
+            self._transfers.gather(keys, values, block_ids, start)
+            self._codec.payload_of(keys, values, buffer)
         record = Record(header, buffer, identity.side_data)
         try:
             self._store.write(header, buffer, identity.side_data)
@@ -206,20 +236,6 @@ class KvMover:
     def key_of(self, record: Record) -> SegmentKey:
         """Return the key of the segment that a record of this rank holds."""
         return self._ranks.from_record(record.key)
-
-    def _read_own(
-        self, keys: Sequence[SegmentKey], lens: Sequence[int]
-    ) -> list[Record | None]:
-        record_keys = [self._ranks.to_record(key) for key in keys]
-        try:
-            records = self._store.read_many(record_keys, self._fingerprint)
-        except Exception as error:
-            self._warn("read", error)
-            return [None] * len(keys)
-        return [
-            record if record is not None and self._fits(record, num_tokens) else None
-            for record, num_tokens in zip(records, lens, strict=True)
-        ]
 
     def _fits(self, record: Record, num_tokens: int) -> bool:
         header = record.header
@@ -235,20 +251,14 @@ class KvMover:
             self._warn("saved", error)
             return memoryview(bytearray(nbytes))
 
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)
-
-    def _gather(
-        self, keys: Tensor, values: Tensor, block_ids: Sequence[int], start: int
-    ) -> None:
-        if self._device.type == "cpu":
-            self._layout.gather(keys, values, block_ids, start)
-            return
-        device_k = torch.empty_like(keys, device=self._device)
-        device_v = torch.empty_like(values, device=self._device)
-        self._layout.gather(device_k, device_v, block_ids, start)
-        keys.copy_(device_k)
-        values.copy_(device_v)
+    def _header(self, identity: SegmentIdentity, num_tokens: int) -> RecordHeader:
+        own = replace(
+            identity,
+            key=self._ranks.to_record(identity.key),
+            parent=self._ranks.to_record(identity.parent),
+        )
+        shape = self._shape.of(num_tokens)
+        return RecordHeader.for_shape(own, shape, self._codec.dtype_name)
 
     def _warn(self, what: str, error: Exception) -> None:
         if what in self._warned:

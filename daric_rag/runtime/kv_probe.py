@@ -17,16 +17,19 @@ from daric_rag.errors import UnsupportedModelError
 from daric_rag.runtime.kv_layout import (
     KvLayout,
     PackedKv,
-    PermutedKv,
     SplitKv,
     WriteSlots,
 )
+from daric_rag.runtime.kv_layout_amx import AmxKv
+from daric_rag.runtime.kv_layout_learned import PermutedKv
 
 __all__ = ["probe_layout"]
 
 # Numbers are written as bit patterns, in two digits. Positive ones below this are
 # ordinary finite numbers in bfloat16, float16 and float32, so no kernel changes them.
 _BASE = 0x4000
+
+_Kind = type[PackedKv] | type[AmxKv] | type[SplitKv]
 
 
 def probe_layout(
@@ -52,9 +55,14 @@ def probe_layout(
             f"alone"
         )
     offsets = _learn_offsets(layers[0], head_dim, write_slots, spare_block)
-    for kind in (PackedKv, SplitKv):
-        if torch.equal(_offsets_of(kind, layers[0], head_dim), offsets):
-            return kind(layers, head_dim)
+    if torch.equal(_offsets_of(PackedKv, layers[0], head_dim), offsets):
+        return PackedKv(layers, head_dim)
+    if torch.equal(_offsets_of(SplitKv, layers[0], head_dim), offsets):
+        return SplitKv(layers, head_dim)
+    if AmxKv.fits(layers[0].shape[2], head_dim) and torch.equal(
+        _offsets_of(AmxKv, layers[0], head_dim), offsets
+    ):
+        return AmxKv(layers, head_dim, write_slots)
     return PermutedKv(layers, offsets, write_slots)
 
 
@@ -93,9 +101,7 @@ def _read_back(
     return layer[spare_block].flatten().view(bits).long()
 
 
-def _offsets_of(
-    kind: type[PackedKv] | type[SplitKv], layer: Tensor, head_dim: int
-) -> Tensor:
+def _offsets_of(kind: _Kind, layer: Tensor, head_dim: int) -> Tensor:
     """The offsets that `kind` reads, by letting it read a block of offsets."""
     _, num_heads, block_size, _ = layer.shape
     block = torch.arange(layer[0].numel(), device=layer.device).view(layer[:1].shape)

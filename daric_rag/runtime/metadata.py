@@ -43,6 +43,8 @@ class RequestReport:
         unread_contiguous: Of the contiguous hits, tokens that the store could not
             provide intact; they are among the generated ones.
         unread_disjoint: The same of the disjoint hits.
+        unread_starts: Where the chunks start that were not all read.
+        late_tokens: Of these, tokens that the store did not provide in time.
         loaded_bytes: Of the records that were read for it.
         load_s: Seconds of reading, re-encoding and placing.
         generation_s: Seconds of generating, saving and placing.
@@ -53,6 +55,8 @@ class RequestReport:
     saved_tokens: int = 0
     unread_contiguous: int = 0
     unread_disjoint: int = 0
+    unread_starts: tuple[int, ...] = ()
+    late_tokens: int = 0
     loaded_bytes: int = 0
     load_s: float = 0.0
     generation_s: float = 0.0
@@ -78,6 +82,7 @@ class DaricWorkerMetadata(KVConnectorWorkerMetadata):
         saved: Records written, key to bytes.
         lost: Keys that the index believed in and the store could not provide.
         evicted: Keys that the store gave up to make room.
+        demoted: Keys that are no longer in the store's memory.
         reports: By request id.
         backlog_len: Tokens still to be computed for asynchronous requests.
     """
@@ -85,6 +90,7 @@ class DaricWorkerMetadata(KVConnectorWorkerMetadata):
     saved: dict[SegmentKey, int] = field(default_factory=dict)
     lost: set[SegmentKey] = field(default_factory=set)
     evicted: set[SegmentKey] = field(default_factory=set)
+    demoted: set[SegmentKey] = field(default_factory=set)
     reports: dict[str, RequestReport] = field(default_factory=dict)
     backlog_len: int = 0
 
@@ -100,6 +106,7 @@ class DaricWorkerMetadata(KVConnectorWorkerMetadata):
             saved,
             self.lost | other.lost,
             self.evicted | other.evicted,
+            self.demoted | other.demoted,
             self.reports,
             max(self.backlog_len, other.backlog_len),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from daric_rag.chunk_plan import SegmentSave
@@ -55,39 +55,34 @@ class PendingSaves:
                 segments[key] = _Pending(parent, end - start)
                 parent = key
 
-    def save_in_place(
+    def take_ready(
         self,
         tracked: TrackedRequest,
-        plan: RequestPlan,
-        saves: Iterable[SegmentSave],
-        block_ids: Sequence[int],
-        namespace: str,
+        num_computed: int,
+        block_ids_of: Callable[[], Sequence[int]],
     ) -> list[SaveStep]:
-        """Return the work of saving segments of a first chunk from where they lie.
+        """Return the work of saving a first chunk's segments from where they lie.
 
         What another request saves in this step is left to it.
+
+        Args:
+            tracked: An admitted request; what is returned is not `unsaved` any more.
+            num_computed: Its tokens that are computed at the end of the step.
+            block_ids_of: Returns its blocks.
         """
-        blocks = tuple(block_ids)
-        steps: list[SaveStep] = []
-        for save in saves:
-            key = plan.first_keys[save.index]
-            if key in self._segments and self._segments[key].owner is not None:
-                continue
-            parent: ParentKey = (
-                plan.first_keys[save.index - 1] if save.index else plan.root
-            )
-            num_tokens = save.end - save.start
-            self._segments[key] = _Pending(parent, num_tokens, owner=tracked)
-            document = None
-            if save.ends_document:
-                ids = tracked.token_ids[: save.end]
-                document = DocumentInfo.of(ids, plan.first_title, namespace)
-            steps.append(
-                SaveStep(
-                    key, parent, save.index, save.start, save.end, document, blocks
-                )
-            )
-        return steps
+        assert tracked.plan is not None
+        # Early windows are complete after the admitting step, the last one grows.
+        done = max(num_computed, tracked.plan.hit_len)
+        ready = [save for save in tracked.unsaved if save.end <= done]
+        if not ready:
+            return []
+        tracked.unsaved = [save for save in tracked.unsaved if save.end > done]
+        blocks = tuple(block_ids_of())
+        return [
+            self._save_step(tracked, tracked.plan, save, blocks)
+            for save in ready
+            if not self._is_saved_in_place(tracked.plan.first_keys[save.index])
+        ]
 
     def take_saved(self, keys: Iterable[SegmentKey], view: StoreView) -> None:
         """The store has these: the view learns them, and their owners' counts grow."""
@@ -96,6 +91,7 @@ class PendingSaves:
             if pending is None:
                 continue
             view.learn(key, pending.parent)
+            view.promote([key])
             if pending.owner is not None:
                 pending.owner.saved_tokens += pending.num_tokens
 
@@ -115,6 +111,29 @@ class PendingSaves:
     def forget(self, req_id: str) -> None:
         """An asynchronous request is filled, or over."""
         self._waiting.pop(req_id, None)
+
+    def _save_step(
+        self,
+        tracked: TrackedRequest,
+        plan: RequestPlan,
+        save: SegmentSave,
+        blocks: tuple[int, ...],
+    ) -> SaveStep:
+        key = plan.first_keys[save.index]
+        parent: ParentKey = plan.first_keys[save.index - 1] if save.index else plan.root
+        self._segments[key] = _Pending(parent, save.end - save.start, owner=tracked)
+        document = None
+        if save.ends_document:
+            assert tracked.wire is not None
+            ids, namespace = (
+                tracked.token_ids[: save.end],
+                tracked.wire.config.namespace,
+            )
+            document = DocumentInfo.of(ids, plan.first_title, namespace)
+        return SaveStep(key, parent, save.index, save.start, save.end, document, blocks)
+
+    def _is_saved_in_place(self, key: SegmentKey) -> bool:
+        return key in self._segments and self._segments[key].owner is not None
 
     def _find(self, key: SegmentKey) -> _Pending | None:
         for segments in (self._segments, *self._waiting.values()):

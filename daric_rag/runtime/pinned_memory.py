@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -33,6 +34,9 @@ def pin_arena(arena: Arena, device: torch.device) -> Callable[[], object]:
     cuda = torch.cuda.cudart()
     error = int(cuda.cudaHostRegister(address, arena.capacity_bytes, _PORTABLE))
     if error:
+        # CUDA tells whoever asks next, which would be some kernel of the model.
+        with suppress(RuntimeError):
+            torch.ones(1, device=device)
         logger.warning(
             "the host tier's memory could not be page-locked (CUDA error %s), so loads "
             "are slower: raise the limit (ulimit -l) or lower host_bytes",

@@ -15,6 +15,7 @@ disagree, or whose frequencies depend on the prompt's length, is refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -117,6 +118,36 @@ class Reencoder:
         turned = self._turned[: keys.numel()].view(keys.shape)
         turned.copy_(rows.view(keys.shape))
         return turned
+
+    def rotations(self, distances: Sequence[int]) -> Tensor:
+        """Return what `turn` needs to know of some distances, in host memory.
+
+        Args:
+            distances: In positions, at least one.
+
+        Returns:
+            float32 ``[num_distances, rotary_dim]``, cosines then sines.
+        """
+        return torch.cat([self._cos_sin(distance) for distance in distances])
+
+    def turn(self, keys: Tensor, rows: Tensor, rotations: Tensor) -> None:
+        """Turn one layer's keys in place, each token by a distance of its own.
+
+        The same arithmetic as `reencode_keys`, and no memory is kept: calls on several
+        streams do not meet. A distance of 0 is not for here, since turning by it may
+        change the sign of a zero.
+
+        Args:
+            keys: ``[num_tokens, num_kv_heads, head_dim]``, contiguous; changed.
+            rows: int64 ``[num_tokens]``, each token's row of `rotations`.
+            rotations: As returned by `rotations`, on the keys' device.
+        """
+        num_tokens, num_heads, head_dim = keys.shape
+        flat = keys.view(num_tokens, num_heads * head_dim)
+        wide = flat.float()  # float32 keys are turned where they are
+        self._rotate(rows, wide, head_dim, rotations, self._rope.is_neox)
+        if keys.dtype != torch.float32:
+            flat.copy_(wide)
 
     def _cos_sin(self, distance: int) -> Tensor:
         # The product is rounded to float32 because the model's own table is made so: an

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from daric_rag.config import DaricConfig
 from daric_rag.errors import WireError
+from daric_rag.keys import SegmentKey
 from daric_rag.plan import RequestPlan, plan_request
 from daric_rag.runtime.admission import Admission
 from daric_rag.runtime.ended import EndedRequests
@@ -17,7 +19,12 @@ from daric_rag.runtime.metrics import DaricStats
 from daric_rag.runtime.pending_saves import PendingSaves
 from daric_rag.runtime.scratch import ScratchBlocks
 from daric_rag.runtime.store_view import StoreView
-from daric_rag.runtime.tracking import TrackedRequest, why_not_reused
+from daric_rag.runtime.tracking import (
+    TrackedRequest,
+    awaits_twin,
+    reads_unfilled_blocks,
+    why_not_reused,
+)
 from daric_rag.selection import total_len
 from daric_rag.steps import Limits, RequestStep, SaveStep, StepPlan
 from daric_rag.wire import RequestWire, decode_request
@@ -42,8 +49,10 @@ class SchedulerSide:
         self._tracked: dict[str, TrackedRequest] = {}
         self._admitted: list[RequestStep] = []
         self._admission = Admission(limits.max_num_tokens)
-        # Asynchronous requests that the worker side is not done with.
-        self._filling: set[str] = set()
+        self._live: set[str] = set()  # ordinary requests too
+        # Asynchronous requests that the worker side is not done with, and what it
+        # loads for them.
+        self._filling: dict[str, list[SegmentKey]] = {}
         self._scratch: ScratchBlocks | None = None
         self._saving = PendingSaves()
         self._ended = EndedRequests(self.stats)
@@ -55,6 +64,7 @@ class SchedulerSide:
 
     def track(self, request: Any) -> None:
         """Take notice of a new request; ordinary ones are left alone."""
+        self._live.add(request.request_id)
         params = request.kv_transfer_params
         try:
             wire = decode_request(params)
@@ -79,7 +89,8 @@ class SchedulerSide:
 
         vLLM asks in the order of its queue. It goes on to the next request when one
         is told to wait; then those behind wait as well, ordinary ones too, so that
-        none is ever overtaken for good.
+        none is ever overtaken for good. One that waits for its twin's blocks is, until
+        they are filled.
 
         Returns:
             Tokens that it may count as computed beyond them, None to be asked again
@@ -94,6 +105,10 @@ class SchedulerSide:
             return None, False
         if tracked is None or tracked.wire is None or tracked.reason:
             return 0, False
+        filling = (self._tracked.get(req_id) for req_id in self._filling)
+        if awaits_twin(tracked, request.prompt_token_ids, filling):
+            # Nobody behind it has to wait for that.
+            return None, False
         plan = None
         if not self._admission.has_backlog:
             plan = self._plan(tracked.wire, request, gpu_prefix_len)
@@ -120,7 +135,7 @@ class SchedulerSide:
             return
         plan, now = tracked.plan, not tracked.asynchronous
         for chunk in plan.chunks:
-            self._view.touch(plan.root, chunk.keys[: chunk.num_hit_segments])
+            self._view.touch(plan.root, chunk.hit_keys)
         self._saving.expect_chunks(request.request_id, plan, now=now)
         self._pool.borrow(
             request.num_tokens,
@@ -138,8 +153,10 @@ class SchedulerSide:
         tracked.unsaved = list(plan.saves) if exact else []
         tracked.token_ids = request.prompt_token_ids
         self._admission.admit(_work_len(plan), asynchronous=not now)
-        if not now:
-            self._filling.add(request.request_id)
+        if now:
+            self._view.promote(plan.hit_keys())
+        else:
+            self._filling[request.request_id] = plan.hit_keys()
         self._admitted.append(
             RequestStep(
                 req_id=request.request_id,
@@ -151,6 +168,7 @@ class SchedulerSide:
                 root=plan.root,
                 namespace=tracked.wire.config.namespace,
                 asynchronous=tracked.asynchronous,
+                priority=request.priority,
             )
         )
 
@@ -171,7 +189,9 @@ class SchedulerSide:
             if tracked is None or not tracked.in_prefill:
                 continue
             if tracked.plan is not None:
-                saves += self._ready_saves(req_id, tracked, num_computed, block_ids_of)
+                saves += self._saving.take_ready(
+                    tracked, num_computed, partial(block_ids_of, req_id)
+                )
             tracked.in_prefill = num_computed < tracked.prompt_len
         plan = StepPlan(
             tuple(self._admitted),
@@ -200,7 +220,7 @@ class SchedulerSide:
         self._ended.count()
         for req_id in filled:
             self._saving.forget(req_id)
-            self._filling.discard(req_id)
+            self._view.promote(self._filling.pop(req_id, ()))
         if not self._filling:
             self._pool.release()
 
@@ -212,6 +232,8 @@ class SchedulerSide:
         self._view.forget(report.evicted)
         self._view.forget(report.lost)
         self._saving.take_saved(report.saved, self._view)
+        # Last: the store may have had no room for what was saved.
+        self._view.demote(report.demoted)
         for req_id, part in report.reports.items():
             self.stats.add("loaded_bytes", part.loaded_bytes)
             if req_id in self._tracked:
@@ -223,6 +245,7 @@ class SchedulerSide:
 
         `take_report` completes the returned dictionary before vLLM sends it anywhere.
         """
+        self._live.discard(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
@@ -256,59 +279,25 @@ class SchedulerSide:
         self, tracked: TrackedRequest, plan: RequestPlan, num_tokens: int
     ) -> bool:
         """Whether a request can be admitted now; decides whether it then waits."""
-        work_len = _work_len(plan)
-        tracked.asynchronous = work_len > 0 and (
-            not self._admission.fits_step(work_len)
-            # It waits for the others' chunk instead of generating its own.
-            or self._saving.is_awaited(plan)
-        )
+        tracked.asynchronous = self._has_to_wait(plan)
         chunk_lens = [chunk.num_tokens for chunk in plan.chunks]
         has_room = not chunk_lens or self._pool.has_room(
             num_tokens, chunk_lens, asynchronous=tracked.asynchronous
         )
-        return has_room and not self._reads_unfilled_blocks(tracked, plan)
+        others = self._tracked.values()
+        return has_room and not reads_unfilled_blocks(tracked, plan, others)
 
-    def _reads_unfilled_blocks(
-        self, tracked: TrackedRequest, plan: RequestPlan
-    ) -> bool:
-        """Whether a request's early windows attend to blocks that are not filled yet.
-
-        They may run in passes of their own, before the pass in which another request
-        fills the blocks. That needs the same salt, and a shared prefix that reaches
-        into the other's last window.
-        """
-        # A lost chunk may become a window.
-        return bool(plan.early_windows or plan.chunks) and any(
-            other.in_prefill
-            and other is not tracked
-            and other.salt == tracked.salt
-            and plan.gpu_prefix_len > other.filled_from
-            for other in self._tracked.values()
-        )
-
-    def _ready_saves(
-        self,
-        req_id: str,
-        tracked: TrackedRequest,
-        num_computed: int,
-        block_ids_of: Callable[[str], Sequence[int]],
-    ) -> list[SaveStep]:
-        assert tracked.plan is not None
-        assert tracked.wire is not None
-        plan = tracked.plan
-        # Early windows are complete after the admitting step, the last one grows.
-        done = max(num_computed, plan.hit_len)
-        ready = [save for save in tracked.unsaved if save.end <= done]
-        if not ready:
-            return []
-        tracked.unsaved = [save for save in tracked.unsaved if save.end > done]
-        return self._saving.save_in_place(
-            tracked,
-            plan,
-            ready,
-            block_ids_of(req_id),
-            tracked.wire.config.namespace,
-        )
+    def _has_to_wait(self, plan: RequestPlan) -> bool:
+        """Whether a request would hold up others in the step that admits it."""
+        work_len = _work_len(plan)
+        if work_len > 0 and (
+            not self._admission.fits_step(work_len)
+            # It waits for the others' chunk instead of generating its own.
+            or self._saving.is_awaited(plan)
+        ):
+            return True
+        # Nobody but the request itself waits for a disk.
+        return len(self._live) > 1 and not self._view.is_near(plan.hit_keys())
 
 
 def _work_len(plan: RequestPlan) -> int:

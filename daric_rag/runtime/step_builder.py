@@ -16,6 +16,7 @@ before the next pass. `check_runner` refuses any runner that lacks it.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 
 from daric_rag.errors import VllmVersionError
 from daric_rag.runtime.metadata import DaricMetadata
+from daric_rag.runtime.pace import Pace
 from daric_rag.runtime.vllm_api import (
     CachedRequestData,
     NewRequestData,
@@ -200,14 +202,20 @@ class StepPasses:
         scheduled: What vLLM scheduled; not mutated.
         run_pass: Runs one pass of sub-requests.
         builder: Makes the passes.
+        pace: Learns how long they take.
     """
 
     def __init__(
-        self, scheduled: SchedulerOutput, run_pass: RunPass, builder: StepBuilder
+        self,
+        scheduled: SchedulerOutput,
+        run_pass: RunPass,
+        builder: StepBuilder,
+        pace: Pace,
     ) -> None:
         self.scheduled = scheduled
-        self._run_pass, self._builder = run_pass, builder
+        self._run_pass, self._builder, self._pace = run_pass, builder, pace
         self._first = True
+        self._started_s, self._num_tokens = 0.0, 0
 
     @property
     def scheduled_size(self) -> Limits:
@@ -217,9 +225,21 @@ class StepPasses:
 
     def run(self, subs: Sequence[SubRequest]) -> None:
         """Run a pass of sub-requests only."""
-        self._run_pass(self._builder.alone(self.scheduled, subs, first=self._first))
+        alone = self._builder.alone(self.scheduled, subs, first=self._first)
+        self._run_pass(self._begun(alone))
         self._first = False
+        self.end()
 
     def join(self, subs: Sequence[SubRequest]) -> SchedulerOutput:
         """Return vLLM's own pass with `subs` beside it."""
-        return self._builder.joined(self.scheduled, subs, first=self._first)
+        joined = self._builder.joined(self.scheduled, subs, first=self._first)
+        return self._begun(joined)
+
+    def end(self) -> None:
+        """The last pass has run."""
+        self._pace.note(self._num_tokens, time.perf_counter() - self._started_s)
+
+    def _begun(self, scheduled: SchedulerOutput) -> SchedulerOutput:
+        self._num_tokens = scheduled.total_num_scheduled_tokens
+        self._started_s = time.perf_counter()
+        return scheduled

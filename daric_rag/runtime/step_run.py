@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from daric_rag.runtime.background_reads import BackgroundReads
 from daric_rag.runtime.block_filler import BlockFiller
 from daric_rag.runtime.chunk_blocks import ChunkBlocks, save_segment
 from daric_rag.runtime.fill_queue import FillQueue
@@ -33,6 +34,9 @@ __all__ = ["StepRun"]
 # The fill queue gets at least this part of a pass, beside vLLM's own if need be, so
 # that a stream of ordinary requests cannot starve it.
 _LEAST_SHARE = 4
+# A step with nothing to compute waits so long for records, rather than to come again
+# and again. What arrives at the engine meanwhile waits too.
+_IDLE_WAIT_S = 0.01
 
 
 class StepRun:
@@ -43,6 +47,7 @@ class StepRun:
 
     Args:
         mover: Between store and blocks.
+        reads: From the store.
         queue: Requests that wait; goes on from step to step.
         plan: The step's work.
         passes: Runs passes of sub-requests.
@@ -53,6 +58,7 @@ class StepRun:
     def __init__(
         self,
         mover: KvMover,
+        reads: BackgroundReads,
         queue: FillQueue,
         plan: StepPlan,
         passes: StepPasses,
@@ -65,7 +71,7 @@ class StepRun:
         )
         self._mover, self._queue, self._plan = mover, queue, plan
         self._passes, self._limits, self._block_size = passes, limits, block_size
-        self._chunks = ChunkBlocks(mover, self.report)
+        self._chunks = ChunkBlocks(mover, reads, self.report)
         self._now = plan.admitted(asynchronous=False)
         self._pass_started_s = 0.0
         self._has_joined = False
@@ -80,15 +86,14 @@ class StepRun:
             block_size=self._block_size,
         )
         unfilled = filler.fill(self._now, self._passes)
-        self._queue.drop(self._passes.scheduled.finished_req_ids)
-        self._queue.hold(self._plan.held_block_ids)
-        self._queue.add(self._plan.admitted(asynchronous=True), self._chunks)
+        self._advance_queue()
         self._pass_started_s = time.perf_counter()
         joining = self._recompute(unfilled)
         return self._passes.join(self._run_queue(joining))
 
     def finish(self) -> None:
         """After vLLM's pass: save what it completed."""
+        self._passes.end()
         spent_s = time.perf_counter() - self._pass_started_s
         for step in self._now:
             self.report.report_of(step.req_id).recompute_s += spent_s
@@ -107,6 +112,15 @@ class StepRun:
                 save.start,
                 num_tokens,
             )
+
+    def _advance_queue(self) -> None:
+        """Bring the fill queue up to date before its share of a pass is taken."""
+        self._queue.drop(self._passes.scheduled.finished_req_ids)
+        self._queue.hold(self._plan.held_block_ids)
+        self._queue.add(self._plan.admitted(asynchronous=True), self._chunks)
+        if not self._now and not self._passes.scheduled_size.max_num_seqs:
+            self._queue.wait_for_reads(_IDLE_WAIT_S)
+        self._queue.take_reads(self._chunks, self.report)
 
     def _recompute(self, unfilled: dict[str, list[Span]]) -> list[SubRequest]:
         """Stage 2: run what does not fit beside vLLM's requests; return the rest."""

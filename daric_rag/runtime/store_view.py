@@ -16,6 +16,8 @@ Probe = Callable[[SegmentKey], bool]
 process saved it, or this one before a restart."""
 
 _MAX_ROOTS = 4096
+# Keys of records in memory; 256 tokens each, so that no host memory holds more.
+_MAX_NEAR = 1 << 18
 
 
 class StoreView:
@@ -48,6 +50,7 @@ class StoreView:
         self._max_segment_len = max_segment_len
         self._index = SegmentIndex()
         self._roots: OrderedDict[str, ModelFingerprint] = OrderedDict()
+        self._near: OrderedDict[SegmentKey, None] = OrderedDict()
 
     def root(self, namespace: str) -> ModelFingerprint:
         """Return the parent of every first segment of a tenant's chunks."""
@@ -87,3 +90,20 @@ class StoreView:
         """Records are gone, and what hangs on them cannot be matched."""
         for key in keys:
             self._index.remove(key)
+            self._near.pop(key, None)
+
+    def is_near(self, keys: Iterable[SegmentKey]) -> bool:
+        """Whether all of some records are in the store's memory, as far as is known."""
+        return all(key in self._near for key in keys)
+
+    def promote(self, keys: Iterable[SegmentKey]) -> None:
+        """Records have come to the store's memory."""
+        for key in keys:
+            self._near[key] = None
+            if len(self._near) > _MAX_NEAR:
+                self._near.popitem(last=False)
+
+    def demote(self, keys: Iterable[SegmentKey]) -> None:
+        """Records have left the store's memory."""
+        for key in keys:
+            self._near.pop(key, None)

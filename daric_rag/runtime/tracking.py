@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,14 @@ from daric_rag.runtime.metadata import RequestReport
 from daric_rag.runtime.tracing import trace_of
 from daric_rag.wire import RequestWire, encode_reuse, salt_of
 
-__all__ = ["TrackedRequest", "answer_params", "reuse_stats", "why_not_reused"]
+__all__ = [
+    "TrackedRequest",
+    "answer_params",
+    "awaits_twin",
+    "reads_unfilled_blocks",
+    "reuse_stats",
+    "why_not_reused",
+]
 
 
 @dataclass
@@ -68,7 +75,10 @@ def answer_params(tracked: TrackedRequest) -> dict[str, Any]:
     wire, plan = tracked.wire, tracked.first_plan
     trace = None
     if wire is not None and plan is not None and wire.trace:
-        trace = trace_of(wire, plan, tracked.report, wait_s=tracked.wait_s)
+        report = tracked.report
+        trace = trace_of(
+            wire, plan, report, wait_s=tracked.wait_s, unread=report.unread_starts
+        )
     return encode_reuse(reuse_stats(tracked), trace)
 
 
@@ -89,6 +99,46 @@ def why_not_reused(wire: RequestWire, request: Any) -> str:
         # requests that take them for what they are not.
         return "its cache_salt is not that of its layout; use wire.salt_of"
     return ""
+
+
+def awaits_twin(
+    tracked: TrackedRequest,
+    token_ids: Sequence[int],
+    filling: Iterable[TrackedRequest | None],
+) -> bool:
+    """Return whether the blocks of the same prompt are being filled already.
+
+    Several answers to one prompt begin like that. Once the first one's blocks are
+    filled, the prefix cache has them for the others.
+
+    Args:
+        tracked: The request.
+        token_ids: Its prompt.
+        filling: Asynchronous requests that the worker side is not done with.
+    """
+    return any(
+        twin is not None and twin.salt == tracked.salt and twin.token_ids == token_ids
+        for twin in filling
+    )
+
+
+def reads_unfilled_blocks(
+    tracked: TrackedRequest, plan: RequestPlan, others: Iterable[TrackedRequest]
+) -> bool:
+    """Return whether a request's early windows attend to blocks not filled yet.
+
+    They may run in passes of their own, before the pass in which another request fills
+    the blocks. That needs the same salt, and a shared prefix that reaches into the
+    other's last window.
+    """
+    # A lost chunk may become a window.
+    return bool(plan.early_windows or plan.chunks) and any(
+        other.in_prefill
+        and other is not tracked
+        and other.salt == tracked.salt
+        and plan.gpu_prefix_len > other.filled_from
+        for other in others
+    )
 
 
 def reuse_stats(tracked: TrackedRequest) -> ReuseStats:
@@ -125,6 +175,11 @@ def _reason(
     hits = plan.contiguous_hit_len + plan.disjoint_hit_len - report.unread_tokens
     if hits > 0 or plan.gpu_prefix_len > 0:
         return ""
+    if report.late_tokens:
+        return (
+            "the store was slower than computing, so its records were not waited for; "
+            "put it on a faster disk, or raise host_bytes"
+        )
     if report.unread_tokens:
         return "the stored records were lost or damaged; they were generated again"
     if num_chunks == 1 and not plan.saves and not plan.chunks:

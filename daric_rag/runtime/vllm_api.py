@@ -46,6 +46,7 @@ __all__ = [
     "platform_worker_class",
     "quiet",
     "release_process_state",
+    "replays_whole_graph",
     "reuse_of_aborted",
     "rotary_modules",
     "rotate_rows",
@@ -105,7 +106,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
 
 with quiet():
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer import get_kv_transfer_group
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
@@ -119,6 +120,7 @@ with quiet():
     )
     from vllm.engine.arg_utils import EngineArgs
     from vllm.exceptions import VLLMClientError
+    from vllm.forward_context import get_forward_context
     from vllm.inputs.engine import tokens_input
     from vllm.model_executor.models.utils import extract_layer_index
     from vllm.platforms import current_platform
@@ -201,6 +203,11 @@ def tensor_parallel_group() -> tuple[int, int, Any | None]:
     group = get_tp_group()
     alone = group.world_size == 1
     return group.rank_in_group, group.world_size, None if alone else group.cpu_group
+
+
+def replays_whole_graph() -> bool:
+    """Whether the pass at hand is one CUDA graph, inside of which no hook runs."""
+    return get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.FULL
 
 
 def rotary_modules(model: Any) -> list[Any]:

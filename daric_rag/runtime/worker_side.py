@@ -14,6 +14,7 @@ from torch import Tensor
 
 from daric_rag.config import KvStorageName
 from daric_rag.keys import Scalar, model_fingerprint
+from daric_rag.runtime.background_reads import BackgroundReads
 from daric_rag.runtime.ended import KeptAnswers
 from daric_rag.runtime.fill_queue import FillQueue
 from daric_rag.runtime.gate_record import GateRecord, gate_facts
@@ -24,6 +25,7 @@ from daric_rag.runtime.kv_probe import probe_layout
 from daric_rag.runtime.metadata import DaricMetadata, DaricWorkerMetadata
 from daric_rag.runtime.metrics import DaricStats
 from daric_rag.runtime.model_gate import GateEngine, ModelGate
+from daric_rag.runtime.pace import Pace
 from daric_rag.runtime.pinned_memory import pin_arena
 from daric_rag.runtime.ranks import Agree, RankKeys
 from daric_rag.runtime.rope import Reencoder, RopeParameters, RotateFn
@@ -35,8 +37,10 @@ from daric_rag.runtime.step_builder import (
     empty_step,
 )
 from daric_rag.runtime.step_run import StepRun
+from daric_rag.runtime.stream_transfers import transfers_for
+from daric_rag.runtime.transfers import KvAccess, Transfers
 from daric_rag.runtime.vllm_api import SchedulerOutput
-from daric_rag.steps import Limits
+from daric_rag.steps import Limits, SaveStep
 from daric_rag.storage import TieredStore
 
 __all__ = ["WorkerSide"]
@@ -80,7 +84,10 @@ class WorkerSide:
         self._layout: KvLayout | None = None
         self._mover: KvMover | None = None
         self._reencoder: Reencoder | None = None
+        self._transfers: Transfers | None = None
         self._queue = FillQueue(block_size)
+        self._pace = Pace()
+        self._reads: BackgroundReads | None = None
         self._run: StepRun | None = None
         self.answers = KeptAnswers()
         self._unpin: Callable[[], object] = lambda: None
@@ -106,16 +113,25 @@ class WorkerSide:
         self._layout = layout
         shape = KvShape(len(self._layers), num_kv_heads, head_dim, first.dtype)
         self._reencoder = Reencoder(rope, rotate)
+        codec = codec_of(self._kv_storage, shape, first.device)
+        access = KvAccess(
+            layout, write_slots, self._reencoder, codec, shape, first.device
+        )
+        self._transfers = transfers_for(access, self._layers)
         self._mover = KvMover(
             self.store,
-            layout,
-            self._reencoder,
+            self._transfers,
             shape=shape,
-            codec=codec_of(self._kv_storage, shape, first.device),
+            codec=codec,
             fingerprint=self._fingerprint,
-            device=first.device,
             ranks=self._ranks,
             agree=self._agree,
+        )
+        self._reads = BackgroundReads(
+            self._mover.read,
+            self._mover.is_near,
+            self._pace,
+            on_exit=self.store.close_thread,
         )
 
     def cached_keys_of(self, token_ids: Sequence[int], run_pass: RunPass) -> Tensor:
@@ -190,25 +206,51 @@ class WorkerSide:
         """
         metadata = scheduled.kv_connector_metadata
         assert isinstance(metadata, DaricMetadata)
+        assert self._reads is not None, "bind_model comes before the first step"
+        self._bound_mover.forget()  # of a step that failed
         for req_id, params in metadata.answers.items():
             self.answers.add(req_id, params)
         self._bound_mover.protect(metadata.plan.hit_keys())
         self._run = StepRun(
             self._bound_mover,
+            self._reads,
             self._queue,
             metadata.plan,
-            StepPasses(scheduled, run_pass, self._builder),
+            StepPasses(scheduled, run_pass, self._builder, self._pace),
             limits=self._limits,
             block_size=self._block_size,
         )
         with torch.inference_mode():
-            return self._run.prepare()
+            own = self._run.prepare()
+        self._expect(metadata.plan.saves)
+        return own
+
+    def begin_pass(self, *, layerwise: bool) -> None:
+        """A pass is submitted next; see `Transfers.begin_pass`."""
+        with torch.inference_mode():
+            self._bound_transfers.begin_pass(layerwise=layerwise)
+
+    def wait_layer(self, layer: int) -> None:
+        """See `Transfers.wait_layer`."""
+        self._bound_transfers.wait_layer(layer)
+
+    def save_layer(self, layer: int) -> None:
+        """See `Transfers.save_layer`."""
+        self._bound_transfers.save_layer(layer)
+
+    def abandon_pass(self) -> None:
+        """A pass failed: leave nothing under way, and nothing to be started."""
+        # What went wrong first is what matters.
+        with suppress(Exception):
+            self._bound_mover.forget()
+            self._bound_transfers.settle()
 
     def finish_step(self) -> None:
         """After vLLM's pass: save what it completed."""
-        if self._run is not None:
-            with torch.inference_mode():
+        with torch.inference_mode():
+            if self._run is not None:
                 self._run.finish()
+            self._bound_transfers.submit()
 
     def filled(self) -> set[str]:
         """Return asynchronous requests that wait no longer, after `finish_step`.
@@ -223,7 +265,7 @@ class WorkerSide:
         report = DaricWorkerMetadata() if self._run is None else self._run.report
         self._run = None
         self._bound_mover.release()
-        report.evicted = self._bound_mover.take_evicted()
+        report.evicted, report.demoted = self._bound_mover.take_moved()
         report.backlog_len = self._queue.backlog_len
         if report.reports:
             # A store that cannot count itself must not end an engine.
@@ -235,12 +277,28 @@ class WorkerSide:
 
     def close(self) -> None:
         """Save what is on its way, and close the store."""
+        if self._reads is not None:
+            self._reads.close()
+        if self._transfers is not None:
+            self._transfers.settle()
         self._unpin()
         self.store.close()
+
+    def _expect(self, saves: Sequence[SaveStep]) -> None:
+        mover = self._bound_mover
+        for save in saves:
+            identity = mover.identity(save.key, save.parent, save.index, save.document)
+            num_tokens = save.end - save.start
+            mover.expect_save(identity, save.block_ids, save.start, num_tokens)
 
     def _clear_spare_block(self) -> None:
         for layer in self._layers:
             layer[_SPARE_BLOCK].zero_()
+
+    @property
+    def _bound_transfers(self) -> Transfers:
+        assert self._transfers is not None, "bind_model comes before the first pass"
+        return self._transfers
 
     @property
     def _bound_mover(self) -> KvMover:

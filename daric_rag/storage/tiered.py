@@ -34,7 +34,7 @@ __all__ = ["StoreStats", "TieredStore"]
 _MIN_PENDING_BYTES: Final = 64 << 20
 _MAX_PENDING_BYTES: Final = 256 << 20
 _SUBMIT_TIMEOUT_S: Final = 0.05
-_MAX_LOST: Final = 1 << 16
+_MAX_LOST: Final = 1 << 16  # keys
 
 
 class TieredStore:
@@ -75,6 +75,7 @@ class TieredStore:
         self._dropped_writes, self._closed = 0, False
         self._promotion = Promotion(host)
         self._lost: deque[bytes] = deque(maxlen=_MAX_LOST)
+        self._demoted: deque[bytes] = deque(maxlen=_MAX_LOST)
         if max_pending_bytes is None:
             half = max(_MIN_PENDING_BYTES, host.capacity_bytes // 2)
             max_pending_bytes = min(_MAX_PENDING_BYTES, half)
@@ -114,6 +115,10 @@ class TieredStore:
     def contains(self, key: bytes) -> bool:
         """Whether `read` would probably hit; reads no payload, touches nothing."""
         return self._knows(key) or (self.disk is not None and self.disk.contains(key))
+
+    def in_memory(self, key: bytes) -> bool:
+        """Whether `read` would need no disk; touches nothing."""
+        return self.host.contains(key) or self._writer.find(key) is not None
 
     def read(self, key: bytes, fingerprint: bytes) -> Record | None:
         """Return a verified record from the nearest tier; None is a miss."""
@@ -222,10 +227,21 @@ class TieredStore:
     def take_evicted(self) -> list[bytes]:
         """Keys that every tier has lost since last asked; bounded, oldest forgotten."""
         evicted = [] if self.disk is None else self.disk.take_evicted()
-        gone = dict.fromkeys([*self.host.take_evicted(), *evicted])
+        from_host = self.host.take_evicted()
+        self._demoted.extend(from_host)
+        gone = dict.fromkeys([*from_host, *evicted])
         while self._lost:
             gone[self._lost.popleft()] = None
         return [key for key in gone if not self._knows(key)]
+
+    def take_demoted(self) -> list[bytes]:
+        """Keys that left memory before `take_evicted` was last asked, gone or not.
+
+        Bounded, oldest forgotten; each is told once.
+        """
+        demoted = dict.fromkeys(self._demoted)
+        self._demoted.clear()
+        return [key for key in demoted if not self.in_memory(key)]
 
     def keys(self) -> list[bytes]:
         """A snapshot of the keys held in any tier, each once."""
@@ -237,6 +253,7 @@ class TieredStore:
         if self.disk is not None:
             for key in filter(self.disk.contains, self.host.keys()):
                 self.host.delete(key)
+                self._demoted.append(key)
 
     def stats(self) -> StoreStats:
         """A snapshot of all counters."""
@@ -258,6 +275,11 @@ class TieredStore:
         if self.disk is not None:
             self.disk.flush()
 
+    def close_thread(self) -> None:
+        """Release what reading holds in the calling thread; it may read again."""
+        if self.disk is not None:
+            self.disk.close_thread()
+
     def close(self) -> None:
         """Flush, then release threads, files and memory. Harmless when repeated."""
         self._closed = True
@@ -267,8 +289,8 @@ class TieredStore:
         self.host.close()
 
     def _knows(self, key: bytes) -> bool:
-        in_memory = self.host.contains(key) or self._writer.find(key) is not None
-        return in_memory or (self.disk is not None and self.disk.knows(key))
+        on_disk = self.disk is not None and self.disk.knows(key)
+        return on_disk or self.in_memory(key)
 
     def _read_memory(
         self, keys: Sequence[bytes], fingerprint: bytes

@@ -1,14 +1,12 @@
 """Prompts to layouts: chunks, role markers, special tokens, bos, caching, lengths."""
 
-import re
 import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from daric_rag import input_processor, tokenization
-from daric_rag.config import DaricConfig
+from daric_rag import chat_layout
 from daric_rag.engine import ChunkedPrompt, TokenPrompt
 from daric_rag.errors import (
     ConfigError,
@@ -17,109 +15,18 @@ from daric_rag.errors import (
     UnsupportedModelError,
     WireError,
 )
-from daric_rag.input_processor import InputProcessor
 from daric_rag.keys import model_fingerprint
 from daric_rag.plan import plan_request
 from daric_rag.tokenization import TokenCache
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+from tests.core.chats import (
+    SPECIAL,
+    TEMPLATES,
+    FakeTokenizer,
+    bot,
+    chatml,
+    processor,
+    texts_of,
 )
-# The templates below have the shape of well-known models' own.
-LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}<|end|>\n\n"
-    "{{ m['content'] | trim }}<|eot|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
-    "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
-    "{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
-)
-GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
-    "{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for m in messages %}<|start|>{{ m['role'] }}\n"
-    "{{ m['content'] | trim }}<|eot|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>model\n{% endif %}"
-)
-DROPS_SYSTEM = (
-    "{% for m in messages %}{% if m['role'] == 'user' %}<|start|>{{ m['content'] }}"
-    "<|eot|>{% endif %}{% endfor %}"
-)
-TEMPLATES = {
-    "chatml": CHATML,
-    "llama3": LLAMA3,
-    "mistral": MISTRAL,
-    "gemma": GEMMA,
-    "drops_system": DROPS_SYSTEM,
-}
-SPECIAL = ("<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<|start|>")
-SPECIAL += ("<|end|>", "<|eot|>")
-ROLES = ("<|User|>", "<|Bot|>")  # role markers that are not marked as special
-
-
-class FakeTokenizer:
-    """Words and single signs; like many, it makes one token of a trailing blank line,
-    and two of one before a word."""
-
-    bos_token_id, eos_token_id, unk_token_id = 0, 1, 2
-
-    def __init__(self, render=None, adds_bos=False):
-        self.vocab = {text: i for i, text in enumerate(SPECIAL + ROLES)}
-        self.added_tokens_decoder = {
-            i: SimpleNamespace(content=text, special=text in SPECIAL)
-            for text, i in self.vocab.items()
-        }
-        signs = "|".join(map(re.escape, self.vocab))
-        self.pattern = re.compile(rf"{signs}|\w+|\s+(?!\S)|\s|.")
-        self.chat_template, self.adds_bos = render, adds_bos
-        self.texts, self.num_renders = [], 0
-
-    def encode(self, text, *, add_special_tokens):
-        self.texts.append(text)
-        ids = [
-            self.vocab.setdefault(token, len(self.vocab))
-            for token in self.pattern.findall(text)
-        ]
-        return [0] * (self.adds_bos and add_special_tokens) + ids
-
-    def apply_chat_template(self, conversation, *, tokenize, add_generation_prompt):
-        assert (tokenize, add_generation_prompt) == (False, True)
-        self.num_renders += 1
-        return self.chat_template(conversation)
-
-    def decode(self, ids):
-        texts = {i: text for text, i in self.vocab.items()}
-        return "".join(texts[i] for i in ids)
-
-
-def chatml(messages):
-    turns = "".join(
-        f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages
-    )
-    return turns + "<|im_start|>assistant\n"
-
-
-def bot(messages):
-    return "".join(f"<|User|>{m['content']}" for m in messages) + "<|Bot|>"
-
-
-def processor(tokenizer, max_model_len=1000, **fields):
-    return InputProcessor(
-        tokenizer,
-        config=DaricConfig(**fields),
-        block_size=8,
-        max_model_len=max_model_len,
-    )
-
-
-def texts_of(tokenizer, layout):
-    return [tokenizer.decode(layout.token_ids[a:b]) for a, b in layout.spans]
-
 
 # ------------------------------------------------------------------- chunked prompts
 
@@ -248,9 +155,7 @@ def test_what_the_vocabulary_lacks_stays_unknown():
     assert tokenizer.unk_token_id in ids
 
 
-@pytest.mark.parametrize(
-    "text", [tokenization._USER_PLACEHOLDER, tokenization._SYSTEM_PLACEHOLDER]
-)
+@pytest.mark.parametrize("text", ["Qdaric", "QdaricaZ", "QdaricZ", "QdarickaZ"])
 def test_placeholders_in_a_text_are_text(text):
     tokenizer = FakeTokenizer(chatml)
     prompt = ChunkedPrompt(system=f"a {text} b", documents=[text], question=text)
@@ -296,9 +201,7 @@ def test_a_template_that_cannot_be_used_says_what_to_do_instead():
 
 def test_a_system_text_is_rendered_and_tokenised_once_a_day(monkeypatch):
     today = ["monday"]
-    monkeypatch.setattr(
-        input_processor, "date", SimpleNamespace(today=lambda: today[0])
-    )
+    monkeypatch.setattr(chat_layout, "date", SimpleNamespace(today=lambda: today[0]))
     tokenizer = FakeTokenizer(chatml)
     subject = processor(tokenizer)
     subject.layout(ChunkedPrompt(system="S", question="Q"))
@@ -311,11 +214,17 @@ def test_a_system_text_is_rendered_and_tokenised_once_a_day(monkeypatch):
 
 
 def test_renderings_are_bounded(monkeypatch):
-    monkeypatch.setattr(input_processor, "_MAX_TEMPLATES", 2)
-    subject = processor(FakeTokenizer(chatml))
-    for system in "abcabc":
+    monkeypatch.setattr(chat_layout, "_MAX_RENDERINGS", 2)
+    tokenizer = FakeTokenizer(chatml)
+    subject = processor(tokenizer)
+
+    def renders(system):
+        before = tokenizer.num_renders
         subject.layout(ChunkedPrompt(system=system, question="Q"))
-    assert [key[0] for key in subject._frames] == ["b", "c"]
+        return tokenizer.num_renders - before
+
+    renders("b")
+    assert [renders(system) for system in "bcbabc"] == [0, 1, 0, 1, 0, 1]
 
 
 # ------------------------------------------------------------- without chat template
@@ -535,19 +444,6 @@ def test_the_document_cache_drops_the_least_recently_used():
 # ---------------------------------------------------- transformers' own tokenizers
 
 
-@pytest.fixture(scope="module")
-def tiny_tokenizer():
-    pytest.importorskip("transformers")
-    from tests.reference.tiny_tokenizer import build_tokenizer
-
-    tokenizer = build_tokenizer()
-    tokenizer.add_special_tokens(
-        {"extra_special_tokens": ["<|start|>", "<|end|>", "<|eot|>"]},
-        replace_extra_special_tokens=False,
-    )
-    return tokenizer
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("system", [None, "Be kind, always."])
 def test_well_known_templates(tiny_tokenizer, name, system):
@@ -579,12 +475,6 @@ def test_well_known_templates(tiny_tokenizer, name, system):
     ]
     for text, span in zip(documents, layout.spans[1:], strict=False):
         assert layout.token_ids[slice(*span)] == subject.document_ids(text)
-
-
-@pytest.fixture(scope="module")
-def real_tokenizer(real_model):
-    transformers = pytest.importorskip("transformers")
-    return transformers.AutoTokenizer.from_pretrained(real_model)
 
 
 @pytest.mark.real_model

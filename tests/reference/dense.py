@@ -28,30 +28,9 @@ from transformers import AutoModelForCausalLM
 from tests.reference.attention import apply_rotation, attend
 from tests.reference.outputs import Continuation, KVCache, Prefill
 from tests.reference.prompts import Span
+from tests.reference.windows import window_positions
 
 _INTERLEAVED = ("ernie4_5", "glm4")
-
-
-def window_positions(windows: Sequence[Span], prompt_len: int) -> Tensor:
-    """The positions inside half-open windows, ascending and each once.
-
-    Args:
-        windows: Half-open, in any order; overlaps are allowed.
-        prompt_len: Tokens of the prompt.
-
-    Returns:
-        `[num_positions]`, int64.
-
-    Raises:
-        ValueError: A window lies outside the prompt.
-    """
-    for start, end in windows:
-        if not 0 <= start <= end <= prompt_len:
-            raise ValueError(f"window [{start}, {end}) is outside [0, {prompt_len})")
-    return torch.tensor(
-        sorted({p for start, end in windows for p in range(start, end)}),
-        dtype=torch.int64,
-    )
 
 
 class DenseReference:
@@ -138,6 +117,7 @@ class DenseReference:
         token_ids: Sequence[int],
         spans: Sequence[Span],
         windows: Sequence[Span],
+        prefix: KVCache | None = None,
     ) -> Prefill:
         """Position-independent reuse with partial recomputation (Algorithm 2).
 
@@ -146,6 +126,7 @@ class DenseReference:
             spans: Half-open chunk spans that partition `[0, L)` in order.
             windows: The recompute set, exactly: half-open, any order, overlaps
                 allowed. Nothing is added, so it must hold the last position.
+            prefix: The first tokens' cache, taken as it is (lazy acceptance).
 
         Returns:
             The cache of all L positions and the logits at the last one.
@@ -157,7 +138,11 @@ class DenseReference:
         positions = window_positions(windows, len(token_ids))
         if len(positions) == 0 or int(positions[-1]) != len(token_ids) - 1:
             raise ValueError("the recompute set must hold the last prompt token")
-        return self._compute(token_ids, positions, self.assemble(token_ids, spans))
+        base = self.assemble(token_ids, spans)
+        if prefix is not None:
+            positions = positions[positions >= prefix.num_tokens]
+            base = prefix.then(base.between(prefix.num_tokens, base.num_tokens))
+        return self._compute(token_ids, positions, base)
 
     def greedy(
         self,
@@ -196,18 +181,26 @@ class DenseReference:
             best = int(prefill.logits.argmax())
             token_ids.append(forced[step] if step < len(forced) else best)
             if len(token_ids) < num_tokens:
-                prefill = self._append(prefill.cache, token_ids[-1])
+                cache, x = self._behind(prefill.cache, token_ids[-1:])
+                prefill = Prefill(cache, self._logits(x[-1]))
         return Continuation(tuple(token_ids), torch.stack(rows))
 
-    def _append(self, cache: KVCache, token_id: int) -> Prefill:
-        position = cache.num_tokens
-        empty = self._empty(1)
-        grown = KVCache(
-            torch.cat((cache.keys, empty.keys), dim=1),
-            torch.cat((cache.values, empty.values), dim=1),
-        )
-        ids = [0] * position + [token_id]  # only the last one is looked at
-        return self._compute(ids, torch.tensor([position]), grown)
+    def follow(
+        self, prefill: Prefill, token_ids: Sequence[int]
+    ) -> tuple[Continuation, KVCache]:
+        """As `decode` with all tokens forced, in one pass; and its last cache."""
+        rows, cache = prefill.logits.unsqueeze(0), prefill.cache
+        if len(token_ids) > 1:
+            cache, x = self._behind(cache, token_ids[:-1])
+            rows = torch.cat((rows, self._logits(x)))
+        return Continuation(tuple(token_ids), rows.log_softmax(dim=-1)), cache
+
+    def _behind(self, cache: KVCache, ids: Sequence[int]) -> tuple[KVCache, Tensor]:
+        """Computes tokens behind a cache; returns what `_hidden` does."""
+        start, end = cache.num_tokens, cache.num_tokens + len(ids)
+        before = [0] * start  # not looked at
+        grown = cache.then(self._empty(len(ids)))
+        return self._hidden([*before, *ids], torch.arange(start, end), grown)
 
     def _empty(self, num_tokens: int) -> KVCache:
         """A cache of NaN: reading what nobody has written shows."""
@@ -231,6 +224,17 @@ class DenseReference:
         Returns:
             `base` with keys and values at `positions` overwritten, and the logits.
         """
+        cache, x = self._hidden(token_ids, positions, base)
+        return Prefill(cache, self._logits(x[-1]))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.model.lm_head(self.decoder.norm(x))
+
+    def _hidden(
+        self, token_ids: Sequence[int], positions: Tensor, base: KVCache
+    ) -> tuple[KVCache, Tensor]:
+        """As `_compute`, with the residual stream at `positions`."""
         keys, values = base.keys.clone(), base.values.clone()
         with torch.no_grad():
             x = self.decoder.embed_tokens(torch.tensor(token_ids)[positions])
@@ -247,8 +251,7 @@ class DenseReference:
                 hidden = layer.post_attention_layernorm(x).unsqueeze(0)
                 out = layer.mlp(hidden).squeeze(0)
                 x = x + (layer.post_mlp_layernorm(out) if sandwiched else out)
-            logits = self.model.lm_head(self.decoder.norm(x[-1]))
-        return Prefill(KVCache(keys, values), logits)
+        return KVCache(keys, values), x
 
     def _project(
         self, layer: Any, x: Tensor, positions: Tensor

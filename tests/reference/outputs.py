@@ -23,6 +23,17 @@ class KVCache:
         """Tokens held."""
         return int(self.keys.shape[1])
 
+    def between(self, start: int, end: int) -> "KVCache":
+        """The tokens at `[start, end)`; shares memory."""
+        return KVCache(self.keys[:, start:end], self.values[:, start:end])
+
+    def then(self, behind: "KVCache") -> "KVCache":
+        """These tokens and those behind them, in new memory."""
+        return KVCache(
+            torch.cat((self.keys, behind.keys), dim=1),
+            torch.cat((self.values, behind.values), dim=1),
+        )
+
 
 @dataclass(frozen=True)
 class Prefill:

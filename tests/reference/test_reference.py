@@ -224,6 +224,44 @@ def test_forced_output_is_scored_under_its_own_context(
     assert forced.chosen_logprobs[1] == forced.logprobs[1, 401]
 
 
+def test_following_an_output_is_decoding_it(
+    tiny_reference: Load, prompt: Prompt
+) -> None:
+    reference = tiny_reference("llama-mha")
+    prefill = reference.full_prefill(prompt.token_ids)
+    for forced in ((400, 401, 402, 403), (400,)):
+        step_by_step = reference.decode(prefill, len(forced), forced=forced)
+        at_once, cache = reference.follow(prefill, forced)
+        assert at_once.token_ids == step_by_step.token_ids
+        close(at_once.logprobs, step_by_step.logprobs)
+        # The last token is never computed.
+        whole = reference.full_prefill((*prompt.token_ids, *forced[:-1]))
+        close(cache.keys, whole.cache.keys)
+        close(cache.values, whole.cache.values)
+
+
+def test_a_prefix_is_taken_as_it_is(tiny_reference: Load, prompt: Prompt) -> None:
+    """Its end is inside a chunk, and inside that chunk's head."""
+    reference = tiny_reference("llama-gqa-tied")
+    args = prompt.token_ids, prompt.spans, head_windows(prompt, head_len=9)
+    alone = reference.daric_prefill(*args)
+    end = prompt.spans[3][0] + 4
+    own = reference.daric_prefill(*args, prefix=alone.cache.between(0, end))
+    close_prefill(own, alone)
+    exact = reference.full_prefill(prompt.token_ids).cache.between(0, end)
+    other = reference.daric_prefill(*args, prefix=exact)
+    assert torch.equal(other.cache.keys[:, :end], exact.keys)
+    assert torch.equal(other.cache.values[:, :end], exact.values)
+    windows = [(start, stop) for start, stop in args[2] if stop > end]
+    windows[0] = (end, windows[0][1])
+    base = reference.assemble(*args[:2])
+    base = exact.then(base.between(end, base.num_tokens))
+    positions = window_positions(windows, WHOLE)
+    expected = reference._compute(prompt.token_ids, positions, base)
+    close_prefill(other, expected)
+    assert (other.logprobs - alone.logprobs).abs().max() > 1e-3
+
+
 def test_query_rows_do_not_matter(
     tiny_reference: Load, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:

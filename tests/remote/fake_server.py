@@ -190,7 +190,7 @@ class FakeServer(httpx.AsyncBaseTransport):
         turns = "".join(f"<|user|>{m['content']}<|end|>" for m in body["messages"])
         if body["messages"][0]["role"] == "system":
             return {"error": "no system role here"}
-        return {"text": turns + "".join(body.get("tools", ())) + "<|bot|>"}
+        return {"text": turns + "".join(map(str, body.get("tools", ()))) + "<|bot|>"}
 
 
 def error_reply(status: int, content: Any, **headers: str) -> Reply:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import threading
@@ -375,17 +376,32 @@ def test_a_forked_process_has_no_thread_to_ask(
     assert engine.generate(PROMPT).text
 
 
-def test_no_thread_outlives_its_engine(server: FakeServer) -> None:
-    def remote_threads() -> list[str]:
-        return [t.name for t in threading.enumerate() if t.name == "daric-remote"]
+def remote_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name == "daric-remote"]
 
+
+def test_no_thread_outlives_its_engine(server: FakeServer) -> None:
     engine = open_engine(server)
     assert remote_threads()
     engine.close()
     assert not remote_threads()
-    dropped = open_engine(server)
-    del dropped
-    until(lambda: not remote_threads())
+
+
+def test_a_dropped_engine_is_closed_at_once(server: FakeServer) -> None:
+    """No garbage collection is needed, whatever errors its callers have seen."""
+    engine = open_engine(server)
+    server.script = [error_reply(400, vllm_error("bad", 400))]
+    server.missing = {"/tokenize"}
+    gc.collect()
+    gc.disable()
+    try:
+        for prompt in (PROMPT, ChunkedPrompt(question="new")):
+            with pytest.raises(DaricError):
+                engine.generate(prompt)
+        del engine
+        until(lambda: not remote_threads())
+    finally:
+        gc.enable()
 
 
 # ------------------------------------------------------------------------- opening

@@ -79,11 +79,10 @@ class Spy:
 
     def cache_of(self, block_ids: Sequence[int], num_tokens: int) -> KVCache:
         """Reads K and V from blocks, `[layers, tokens, heads, head_dim]` each."""
-        mover = self.side._bound_mover
-        shape = mover._shape.of(num_tokens)
-        keys = torch.empty(shape, dtype=mover._shape.dtype)
+        shape = self.side._bound_mover._shape
+        keys = torch.empty(shape.of(num_tokens), dtype=shape.dtype)
         values = torch.empty_like(keys)
-        mover._layout.gather(keys, values, block_ids, 0)
+        self.side._layout.gather(keys, values, block_ids, 0)
         return KVCache(keys.float(), values.float())
 
 
@@ -174,10 +173,21 @@ class Harness:
         tolerance: Tolerance = Tolerance(),
         *,
         kv: bool = True,
+        prefix: KVCache | None = None,
     ) -> None:
-        """Holds an answer, and the KV it came from, against the reference."""
+        """Holds an answer, and the KV it came from, against the reference.
+
+        Args:
+            completion: The answer.
+            layout: Of its prompt.
+            tolerance: Largest differences allowed.
+            kv: Whether the prompt's blocks are still there to be looked at.
+            prefix: What vLLM's prefix cache provided, as other prompts left it.
+        """
         windows = [*layout.windows]
-        prefill = self.reference.daric_prefill(layout.token_ids, layout.spans, windows)
+        prefill = self.reference.daric_prefill(
+            layout.token_ids, layout.spans, windows, prefix
+        )
         if kv:
             cache = self.last_cache(layout.prompt_len)
             for mine, theirs in (
@@ -191,6 +201,28 @@ class Harness:
                 )
         expected = self.reference.decode(prefill, len(completion.token_ids))
         check_continuation(completion, expected, tolerance)
+
+    def cache_after(self, completion: Completion, layout: PromptLayout) -> KVCache:
+        """The reference's cache of a prompt that found no prefix, and its answer.
+
+        The last token of an answer is never computed.
+        """
+        prefill = self.reference.daric_prefill(
+            layout.token_ids, layout.spans, [*layout.windows]
+        )
+        return self.reference.follow(prefill, completion.token_ids)[1]
+
+
+def common_len(one: Sequence[int], other: Sequence[int]) -> int:
+    """Leading tokens that two prompts share."""
+    pairs = enumerate(zip(one, other, strict=False))
+    differing = (index for index, (mine, theirs) in pairs if mine != theirs)
+    return next(differing, min(len(one), len(other)))
+
+
+def own_threads() -> set[str]:
+    """Names of this package's threads."""
+    return {t.name for t in threading.enumerate() if t.name.startswith("daric")}
 
 
 def finished(deltas: Iterable[Delta]) -> Completion:

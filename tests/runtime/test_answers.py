@@ -311,6 +311,20 @@ def cramped(harness_of: HarnessPool) -> Harness:
     return harness_of(KIND, **TIGHT, max_num_batched_tokens=64, max_num_seqs=4)
 
 
+def test_cold_answers_wait_for_the_first_ones_blocks(cramped: Harness) -> None:
+    """Of which they then need nothing but the last one, which is not full."""
+    prompt = random_prompt(739, (20, 190, 200, 15))
+    first, *others = ask(cramped, prompt, n=4)
+    assert first.reuse.generated_tokens == 390
+    assert first.reuse.gpu_prefix_tokens == 0
+    for answer in (first, *others):
+        check_drawn(cramped, prompt, answer)
+    for answer in others:
+        assert answer.reuse.gpu_prefix_tokens == 425 // 32 * 32
+        assert answer.reuse.recomputed_tokens == 425 % 32
+    check_nothing_is_left(cramped)
+
+
 def test_more_answers_than_seats(cramped: Harness) -> None:
     prompt = random_prompt(741, SHORT_LENS)
     answers = ask(cramped, prompt, n=10)

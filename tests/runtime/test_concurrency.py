@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +14,15 @@ import pytest
 
 from daric_rag import Completion, Delta, EmbeddedEngine, TokenPrompt
 from daric_rag.errors import EngineClosedError
-from daric_rag.selection import subtract
-from tests.reference.dense import DenseReference, window_positions
-from tests.reference.outputs import KVCache
+from tests.reference.dense import DenseReference
 from tests.reference.prompts import Prompt, TokenIds, random_chunks, random_prompt
 from tests.runtime.conftest import HarnessPool
-from tests.runtime.harness import NUM_TOKENS, Harness, check_continuation
+from tests.runtime.harness import (
+    NUM_TOKENS,
+    Harness,
+    check_continuation,
+    own_threads,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -245,15 +247,12 @@ async def test_others_go_on_when_one_is_aborted(harness: Harness) -> None:
 # ---------------------------------------------------------------------- conversations
 
 
-def test_a_second_turn_takes_the_first_ones_blocks(
-    harness: Harness, reference_of: Callable[[str], DenseReference]
-) -> None:
+def test_a_second_turn_takes_the_first_ones_blocks(harness: Harness) -> None:
     """Block by block the KV of turn 1; behind it turn 2 as if alone.
 
     Turn 2's recompute set is selected for its own chunks and loses what lies in the
     prefix (lazy acceptance): the prefix keeps what turn 1 made of it.
     """
-    reference = reference_of(KIND)
     turn = random_prompt(480, (45, 150, 170, 30))
     first, layout = harness.run(turn.chunks, conversation="talk")
     harness.check(first, layout)
@@ -268,20 +267,8 @@ def test_a_second_turn_takes_the_first_ones_blocks(
     held = turn.prompt_len + len(answered) - 1
     assert prefix_len == held // block_size * block_size
 
-    past = reference.daric_prefill(layout.token_ids, layout.spans, layout.windows)
-    for token in answered[:-1]:
-        past = reference._append(past.cache, token)
-    base = reference.assemble(layout2.token_ids, layout2.spans)
-    keys, values = base.keys.clone(), base.values.clone()
-    keys[:, :prefix_len] = past.cache.keys[:, :prefix_len]
-    values[:, :prefix_len] = past.cache.values[:, :prefix_len]
-    windows = subtract(layout2.windows, prefix_len)
-    prefill = reference._compute(
-        layout2.token_ids,
-        window_positions(windows, layout2.prompt_len),
-        KVCache(keys, values),
-    )
-    check_continuation(second, reference.decode(prefill, NUM_TOKENS))
+    past = harness.cache_after(first, layout)
+    harness.check(second, layout2, prefix=past.between(0, prefix_len))
     # Another conversation does not see them.
     other, _ = harness.run(longer.chunks, conversation="another talk")
     assert other.reuse.gpu_prefix_tokens == 0
@@ -289,10 +276,6 @@ def test_a_second_turn_takes_the_first_ones_blocks(
 
 
 # --------------------------------------------------------------------------- closing
-
-
-def own_threads() -> set[str]:
-    return {t.name for t in threading.enumerate() if t.name.startswith("daric")}
 
 
 @pytest.fixture

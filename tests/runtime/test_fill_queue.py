@@ -65,6 +65,25 @@ def test_a_cold_prompt_is_spread_over_steps(harness: Harness) -> None:
     assert sum(sum(lens) > PASS_LEN / 2 for lens in steps) >= 7, "nothing was spread"
 
 
+def test_many_at_once_make_no_step_longer(harness: Harness) -> None:
+    """Long and short ones, cold and warm: one and a half passes at most."""
+    warm = [random_prompt(760 + i, (37, 140, 150, 23)) for i in range(4)]
+    for prompt in warm:
+        harness.run(prompt.chunks, max_tokens=1)
+    harness.engine.clear_prefix_cache()
+    cold = [random_prompt(770 + i, (*COLD_LENS[: 3 + i], 23)) for i in range(4)]
+    short = [random_prompt(780 + i, (37, 30, 20, 9)) for i in range(8)]
+    prompts = [p for group in zip(warm, cold, short, strict=False) for p in group]
+    prompts += short[4:]
+    since = len(harness.spy.step_lens)
+    answers = harness.batch([as_prompt(p) for p in prompts], **OPTIONS)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        check(harness, prompt, answer)
+    steps = [sum(lens) for lens in harness.spy.step_lens[since:]]
+    assert max(steps) <= PASS_LEN * 3 / 2
+    assert max(steps) > PASS_LEN
+
+
 def test_others_go_on_decoding_meanwhile(
     harness: Harness, reference_of: Callable[[str], DenseReference]
 ) -> None:

@@ -294,6 +294,23 @@ def test_strided_tensors_are_taken(name: str) -> None:
     assert bytes(encode(name, strided)) == bytes(encode(name, kv))
 
 
+@every_name
+@every_dtype
+def test_layers_one_at_a_time_are_the_same_bytes_and_tensors(
+    name: str, dtype: torch.dtype
+) -> None:
+    kv = random_kv(dtype, num_tokens=6)
+    codec = codec_of(name, shape_of(kv))
+    payload = encode(name, kv)
+    parts = codec.parts_of(payload, 6)
+    assert sum(part.nbytes for part in parts) == len(payload)
+    for layer in range(kv.shape[1]):
+        of_layer = [part[:, layer] for part in parts]
+        assert torch.equal(codec.decode(of_layer), decode(name, payload, kv)[:, layer])
+        for part, mine in zip(of_layer, codec.encode(kv[:, layer]), strict=True):
+            assert torch.equal(part, mine)
+
+
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="'model', 'fp8', 'int8'"):
         codec_of("int4", shape_of(random_kv(torch.bfloat16, 1)))

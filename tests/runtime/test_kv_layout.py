@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from daric_rag.errors import UnsupportedModelError
-from daric_rag.runtime.kv_layout import PackedKv, PermutedKv, SplitKv, block_pieces
+from daric_rag.runtime.kv_layout import (
+    PackedKv,
+    SplitKv,
+    block_pieces,
+    slots_of,
+)
+from daric_rag.runtime.kv_layout_amx import AmxKv
+from daric_rag.runtime.kv_layout_learned import PermutedKv
 from daric_rag.runtime.kv_probe import probe_layout
 
 NUM_LAYERS, NUM_BLOCKS, NUM_HEADS, BLOCK, HEAD_DIM = 3, 9, 2, 32, 64
@@ -60,17 +67,40 @@ def _pairs(layers: list[Tensor]) -> Callable[..., None]:
     return write
 
 
+def _tiles(layers: list[Tensor]) -> Callable[..., None]:
+    """As AMX kernels have it: tiles of sixteen rows, two elements in a lane."""
+
+    def write(layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        half = BLOCK * HEAD_DIM
+        for token, slot in enumerate(slots.tolist()):
+            block, inside = divmod(slot, BLOCK)
+            for head in range(NUM_HEADS):
+                raw = layers[layer][block, head].view(-1)
+                raw_k = raw[:half].view(BLOCK // 16, HEAD_DIM // 2, 16, 2)
+                raw_v = raw[half:].view(HEAD_DIM // 16, BLOCK // 2, 16, 2)
+                raw_k[inside // 16, :, inside % 16] = keys[token, head].view(-1, 2)
+                raw_v[:, inside // 2, :, inside % 2] = values[token, head].view(-1, 16)
+
+    return write
+
+
 WRITERS: dict[str, tuple[Any, type]] = {
     "packed": (_packed, PackedKv),
     "split": (_split, SplitKv),
+    "tiles": (_tiles, AmxKv),
     "pairs": (_pairs, PermutedKv),
 }
 
 
+@pytest.mark.parametrize(
+    ("start", "num_tokens"), [(29, 71), (3, 1), (17, 14), (32, 64)]
+)
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", WRITERS)
-def test_probe_and_round_trip(name: str, dtype: torch.dtype, stacked: bool) -> None:
+def test_probe_and_round_trip(
+    name: str, dtype: torch.dtype, stacked: bool, start: int, num_tokens: int
+) -> None:
     """The layout is recognised, and scatter, kernel and gather agree bit for bit."""
     make_writer, expected = WRITERS[name]
     layers = _layers(dtype, stacked=stacked)
@@ -78,7 +108,7 @@ def test_probe_and_round_trip(name: str, dtype: torch.dtype, stacked: bool) -> N
     layout = probe_layout(layers, HEAD_DIM, write, 0)
     assert type(layout) is expected
 
-    start, num_tokens, table = 29, 71, [7, 3, 8, 1]
+    table = [7, 3, 8, 1]
     keys, values = torch.randn(2, NUM_LAYERS, num_tokens, NUM_HEADS, HEAD_DIM).to(dtype)
     layout.scatter(keys, values, table, start)
     mine = [layer.clone() for layer in layers]
@@ -93,6 +123,24 @@ def test_probe_and_round_trip(name: str, dtype: torch.dtype, stacked: bool) -> N
     layout.gather(found_k, found_v, table, start)
     assert torch.equal(found_k, keys)
     assert torch.equal(found_v, values)
+
+    assert slots_of(table, start, start + num_tokens, BLOCK) == slots.tolist()
+    order = torch.randperm(num_tokens)
+    for layer in range(NUM_LAYERS):
+        both = layout.read_slots(layer, slots[order])
+        assert both.is_contiguous()
+        assert torch.equal(both[0], keys[layer, order])
+        assert torch.equal(both[1], values[layer, order])
+
+
+def test_blocks_of_incomplete_tiles_are_learned() -> None:
+    layers = [torch.zeros(2, NUM_HEADS, BLOCK, 2 * 40, dtype=torch.bfloat16)]
+
+    def write(layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        both = torch.cat((values, keys), dim=-1)
+        layers[layer][slots // BLOCK, :, slots % BLOCK] = both
+
+    assert type(probe_layout(layers, 40, write, 1)) is PermutedKv
 
 
 def test_many_elements_need_two_digits() -> None:

@@ -75,14 +75,14 @@ class Answers:
 async def test_a_later_request_of_a_lower_priority_value_is_answered_first(
     tight: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long answers fill the cache; preempted, they wait behind the urgent request."""
+    """Long answers fill the cache; what is preempted waits behind the urgent one."""
     preempted = note_preemptions(tight, monkeypatch)
     answers = Answers(tight)
     for index in range(4):
         prompt = random_prompt(800 + index, (20, 90, 100, 15))
         answers.ask(f"low {index}", prompt, max_tokens=180, priority=5)
     await answers.until(4)
-    urgent = random_prompt(810, (20, 60, 40, 10))
+    urgent = random_prompt(810, (20, 90, 60, 10))
     answers.ask("high", urgent, max_tokens=21, priority=-1)
     await answers.check()
     assert answers.order[0] == "high"

@@ -70,6 +70,25 @@ def test_distance_zero_is_the_identity() -> None:
     assert _reencoder(64, True).reencode_keys(keys, 0) is keys
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("neox", [True, False])
+def test_turning_tokens_of_one_layer_gives_the_same_bits(
+    dtype: torch.dtype, neox: bool
+) -> None:
+    """Each token by a distance of its own, or all of them in all layers by one."""
+    reencoder, distances = _reencoder(32, neox), [7, 2500, 31]
+    keys = torch.randn(3, 90, 2, 64).to(dtype)
+    rows = torch.arange(90) % len(distances)
+    expected = torch.empty_like(keys)
+    for row, distance in enumerate(distances):
+        moved = reencoder.reencode_keys(keys, distance)
+        expected[:, rows == row] = moved[:, rows == row]
+    rotations = reencoder.rotations(distances)
+    for layer in keys:
+        reencoder.turn(layer, rows, rotations)
+    assert torch.equal(keys, expected)
+
+
 def test_buffers_grow_and_are_reused() -> None:
     """A short segment after a long one, and the other way round."""
     reencoder = _reencoder(64, True)

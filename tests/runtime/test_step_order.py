@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,15 +13,18 @@ import pytest
 
 from daric_rag.chunk_plan import ChunkPlan
 from daric_rag.config import DaricConfig
-from daric_rag.keys import ModelFingerprint, SegmentKey
-from daric_rag.runtime.chunk_blocks import MissingChunk
+from daric_rag.keys import ModelFingerprint, SegmentKey, segment_keys
+from daric_rag.runtime.background_reads import BackgroundReads, PendingRead
+from daric_rag.runtime.chunk_blocks import ChunkRead, MissingChunk
 from daric_rag.runtime.fill_queue import FillQueue
 from daric_rag.runtime.metadata import DaricWorkerMetadata
+from daric_rag.runtime.pace import Pace
 from daric_rag.runtime.scheduler_side import SchedulerSide
 from daric_rag.runtime.scratch import ScratchBlocks
 from daric_rag.runtime.step_builder import SubRequest
 from daric_rag.runtime.step_run import StepRun
 from daric_rag.runtime.store_view import StoreView
+from daric_rag.selection import ReuseMode
 from daric_rag.steps import Limits, RequestStep, StepPlan
 from daric_rag.wire import RequestWire, encode_request, salt_of
 
@@ -48,21 +54,33 @@ def request(
 
 
 class Chunks:
-    """A store that has nothing."""
+    """A store that has nothing but what is `arriving`, by chunk."""
 
     def __init__(self) -> None:
+        self.arriving: dict[ChunkPlan, PendingRead] = {}
+        self.placed: list[tuple[str, ChunkPlan]] = []
         self.harvested: list[tuple[SegmentKey, tuple[int, ...], set[str]]] = []
 
-    def load(
+    def start_reading(self, step: RequestStep) -> list[ChunkRead]:
+        return [ChunkRead(part, self.arriving.get(part)) for part in step.chunks]
+
+    def settled(self, reads: Sequence[PendingRead]) -> list[bool]:
+        return [read.is_settled for read in reads]
+
+    def place(
         self,
-        requests: Sequence[RequestStep],
+        step: RequestStep,
+        parts: Sequence[ChunkRead],
         missing: dict[SegmentKey, MissingChunk],
     ) -> None:
-        for step in requests:
-            for part in step.chunks:
-                ids = tuple(step.token_ids[part.start : part.end])
-                entry = missing.setdefault(part.keys[-1], MissingChunk(part, ids, []))
-                entry.wanted.append((step, part))
+        for part in parts:
+            chunk = part.chunk
+            if part.read is not None and part.read.take() is not None:
+                self.placed.append((step.req_id, chunk))
+                continue
+            ids = tuple(step.token_ids[chunk.start : chunk.end])
+            entry = missing.setdefault(chunk.keys[-1], MissingChunk(chunk, ids, []))
+            entry.wanted.append((step, chunk))
 
     def seed(self, entry: MissingChunk, blocks: Sequence[int]) -> None:
         """Nothing was loaded."""
@@ -87,7 +105,15 @@ class Filling:
     def add(self, *requests: RequestStep) -> None:
         self.queue.add(requests, self.chunks)  # type: ignore[arg-type]
 
+    def read(self, part: ChunkPlan, allowed_s: float = 60.0) -> PendingRead:
+        """Have a chunk arrive from now on."""
+        deadline_s = time.perf_counter() + allowed_s
+        arriving = PendingRead(part.keys, deadline_s, Future())
+        self.chunks.arriving[part] = arriving
+        return arriving
+
     def next_pass(self) -> list[SubRequest]:
+        self.queue.take_reads(self.chunks, DaricWorkerMetadata())  # type: ignore[arg-type]
         return self.queue.next_pass(self.limits, self.chunks)  # type: ignore[arg-type]
 
     def complete(self) -> None:
@@ -153,6 +179,16 @@ def test_dropping_the_last_who_wants_a_chunk_drops_it() -> None:
     assert filling.queue.backlog_len == 0
 
 
+def test_the_urgent_go_first() -> None:
+    filling = Filling()
+    calm = request("calm", chunk(1, 100, 150), windows=[(10, 20)])
+    urgent = request("urgent", chunk(2, 200, 232), windows=[(40, 50)])
+    filling.add(calm, replace(urgent, priority=-1))
+    assert filling.run() == [(0, 32)]
+    assert filling.run() == [(40, 50), (0, 22)]
+    assert filling.queue.take_filled() == {"urgent"}
+
+
 def test_scratch_blocks_have_one_chunk_at_a_time() -> None:
     """The next in line gets them; nobody smaller overtakes it."""
     filling = Filling(num_tokens=64, num_scratch=5)
@@ -175,6 +211,55 @@ def test_a_chunk_too_long_for_the_scratch_is_computed_in_place() -> None:
     assert filling.queue.take_filled() == {"a"}
 
 
+def test_windows_wait_for_records_and_other_chunks_do_not() -> None:
+    filling, far = Filling(), chunk(1, 100, 150)
+    arriving = filling.read(far)
+    filling.add(request("a", far, chunk(2, 200, 230), windows=[(10, 20)]))
+    assert filling.run() == [(0, 30)]
+    assert filling.run() == []
+    assert filling.queue.take_filled() == set()
+    arriving.future.set_result([])
+    assert filling.run() == [(10, 20)]
+    assert filling.chunks.placed == [("a", far)]
+    assert filling.queue.take_filled() == {"a"}
+
+
+def test_records_that_are_too_late_are_generated_instead() -> None:
+    filling, far = Filling(), chunk(1, 100, 130)
+    late = filling.read(far, allowed_s=0.0)
+    filling.add(request("a", far, windows=[(10, 20)]))
+    assert filling.run() == [(0, 30)]
+    assert late.future.cancelled()
+    assert filling.run() == [(10, 20)]
+    assert filling.queue.take_filled() == {"a"}
+
+
+def test_nobody_reads_for_a_request_that_ended() -> None:
+    filling, far = Filling(), chunk(1, 100, 130)
+    arriving = filling.read(far)
+    filling.add(request("a", far))
+    filling.queue.drop(["a"])
+    assert arriving.future.cancelled()
+    assert filling.run() == []
+    assert filling.queue.take_filled() == {"a"}
+    assert filling.chunks.placed == []
+
+
+def test_only_a_queue_without_other_work_waits_for_records() -> None:
+    filling, far = Filling(), chunk(1, 100, 130)
+    filling.queue.wait_for_reads(60.0)  # for none: returns
+    filling.read(far)
+    filling.add(request("a", far), request("b", chunk(2, 200, 230)))
+    started_s = time.perf_counter()
+    filling.queue.wait_for_reads(60.0)  # b's chunk can be computed: returns
+    assert filling.run() == [(0, 30)]
+    assert filling.queue.take_filled() == {"b"}
+    assert time.perf_counter() - started_s < 30
+    started_s = time.perf_counter()
+    filling.queue.wait_for_reads(0.05)
+    assert time.perf_counter() - started_s >= 0.05
+
+
 # ----------------------------------------------------------------------------- a step
 
 
@@ -193,6 +278,9 @@ class Passes:
         self.passes.append([sub.token_ids[0] for sub in subs])
         return self.scheduled
 
+    def end(self) -> None:
+        """The last one has run."""
+
 
 @pytest.mark.parametrize(
     ("num_scheduled", "expected"),
@@ -203,7 +291,8 @@ def test_the_queue_never_runs_before_the_steps_own_windows(
     num_scheduled: int, expected: list[list[int]]
 ) -> None:
     """Its requests may attend to the blocks that those fill, by a shared prefix."""
-    mover = SimpleNamespace(exact_records=True, settle=lambda: None)
+    mover = SimpleNamespace(exact_records=True, settle=lambda: None, agree=list)
+    reads = BackgroundReads(lambda keys, _: [None] * len(keys), lambda _: True, Pace())
     plan = StepPlan(
         (
             request("now", windows=[(0, 8)], waits=False),
@@ -213,6 +302,7 @@ def test_the_queue_never_runs_before_the_steps_own_windows(
     passes = Passes(num_scheduled)
     run = StepRun(
         mover,  # type: ignore[arg-type]
+        reads,
         FillQueue(BLOCK_SIZE),
         plan,
         passes,  # type: ignore[arg-type]
@@ -241,10 +331,10 @@ class Pool:
         """Nobody counts them."""
 
 
-def conversation(*ends: int) -> RequestWire:
+def conversation(*ends: int, mode: ReuseMode = "daric") -> RequestWire:
     """A prompt of a conversation, whose prompts share blocks."""
     reusable = (True,) * (len(ends) - 1) + (False,)
-    return RequestWire(ends, reusable, "daric", DaricConfig(), conversation="c")
+    return RequestWire(ends, reusable, mode, DaricConfig(), conversation="c")
 
 
 SHORT, LONG = conversation(100, 200, 300), conversation(100, 200, 300, 420, 500)
@@ -261,12 +351,12 @@ def vllm_request(
         num_tokens=num_tokens,
         cache_salt=salt_of(wire),
         skip_reading_prefix_cache=False,
+        priority=0,
         kv_transfer_params=encode_request(wire) if params is None else params,
     )
 
 
-@pytest.fixture
-def side() -> SchedulerSide:
+def scheduler_side(pass_len: int) -> SchedulerSide:
     view = StoreView(
         lambda _: ROOT,
         probe=lambda _: False,
@@ -274,9 +364,14 @@ def side() -> SchedulerSide:
         segment_bytes=1 << 10,
         max_segment_len=256,
     )
-    made = SchedulerSide(DaricConfig(), view, Limits(4096, 8))
-    made.bind_scratch(ScratchBlocks(Pool(), BLOCK_SIZE, 4096))
+    made = SchedulerSide(DaricConfig(), view, Limits(pass_len, 8))
+    made.bind_scratch(ScratchBlocks(Pool(), BLOCK_SIZE, pass_len))
     return made
+
+
+@pytest.fixture
+def side() -> SchedulerSide:
+    return scheduler_side(4096)
 
 
 def start(side: SchedulerSide, name: str, prefix: int, after: int) -> Any:
@@ -306,6 +401,27 @@ def test_two_preempted_requests_do_not_wait_for_each_other(
     assert num_tokens is not None
 
 
+def test_a_chunk_that_may_be_lost_waits_for_the_blocks_before_it(
+    side: SchedulerSide,
+) -> None:
+    """It would be computed in place, over blocks that another one is still filling."""
+    short = conversation(100, 200, 300, mode="full_reuse")
+    behind = vllm_request("behind", short)
+    side.track(behind)
+    num_tokens, _ = side.match(behind, 0)
+    assert num_tokens is not None
+    side.admit(behind, range(25), num_tokens)
+    side.build_step({"behind": 290}, lambda _: range(25))
+    side.end_step(())
+    front = vllm_request(
+        "front", conversation(100, 200, 300, 420, 500, mode="full_reuse")
+    )
+    side.track(front)
+    assert side.match(front, 288) == (None, False)
+    side.build_step({"behind": 300}, lambda _: range(25))
+    assert side.match(front, 288) == (132, False)
+
+
 def test_a_damaged_layout_holds_nobody_up_once_it_is_computed(
     side: SchedulerSide,
 ) -> None:
@@ -319,4 +435,75 @@ def test_a_damaged_layout_holds_nobody_up_once_it_is_computed(
     other = vllm_request("other")
     side.track(other)
     num_tokens, _ = side.match(other, 16)
+    assert num_tokens is not None
+
+
+def test_nobody_waits_for_a_disk_but_the_request_itself(side: SchedulerSide) -> None:
+    """Alone it reads within its step; beside others it waits, unless memory has it."""
+    root = side._view.root("default")
+    keys = segment_keys(root, range(100, 200), 256)
+    side._view.learn(keys[0], root)
+    alone = vllm_request("alone")
+    side.track(alone)
+    assert side.match(alone, 0) == (200, False)
+    ordinary = vllm_request("ordinary", params={})
+    side.track(ordinary)
+    assert side.match(alone, 0) == (200, True)
+    side.finish(ordinary)
+    assert side.match(alone, 0) == (200, False)
+    side.admit(alone, range(25), 200)  # which brings its records to memory
+    side.build_step({"alone": 300}, lambda _: range(25))
+    side.take_report(DaricWorkerMetadata())
+    side.end_step(())
+    other = vllm_request("other")
+    side.track(other)
+    assert side.match(other, 0) == (200, False)
+    side.take_report(DaricWorkerMetadata(demoted={keys[0]}))
+    assert side.match(other, 0) == (200, True)
+
+
+@pytest.fixture
+def filling() -> SchedulerSide:
+    """One request waits until its blocks are filled: it does not fit into a step."""
+    side = scheduler_side(512)
+    first = vllm_request("first")
+    side.track(first)
+    num_tokens, waits = side.match(first, 0)
+    assert num_tokens is not None
+    assert waits
+    side.admit(first, range(25), num_tokens)
+    side.build_step({}, lambda _: ())
+    side.end_step(())
+    return side
+
+
+def test_a_twin_waits_until_the_blocks_are_filled(filling: SchedulerSide) -> None:
+    """Then it has them from the prefix cache, and nothing to wait for."""
+    twin = vllm_request("twin")
+    filling.track(twin)
+    assert filling.match(twin, 0) == (None, False)
+    filling.end_step(["first"])
+    num_tokens, waits = filling.match(twin, 288)
+    assert num_tokens is not None
+    assert not waits
+
+
+def test_a_twin_waits_for_no_request_that_ended(filling: SchedulerSide) -> None:
+    twin = vllm_request("twin")
+    filling.track(twin)
+    filling.finish(SimpleNamespace(request_id="first"))
+    num_tokens, _ = filling.match(twin, 0)
+    assert num_tokens is not None
+
+
+def test_nobody_waits_behind_a_waiting_twin(filling: SchedulerSide) -> None:
+    """Neither ordinary requests nor other prompts of the same salt."""
+    twin, other = vllm_request("twin"), vllm_request("other")
+    other.prompt_token_ids = other.prompt_token_ids[::-1]
+    ordinary = vllm_request("ordinary", params={})
+    for behind in (twin, other, ordinary):
+        filling.track(behind)
+    assert filling.match(twin, 0) == (None, False)
+    assert filling.match(ordinary, 0) == (0, False)
+    num_tokens, _ = filling.match(other, 0)
     assert num_tokens is not None

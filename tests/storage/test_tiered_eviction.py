@@ -147,3 +147,34 @@ def test_a_record_that_found_no_tier_is_lost(tmp_path):
         store.flush()
 
         assert store.take_evicted() == keys(2)
+
+
+def test_what_has_left_memory_is_told_once(tmp_path):
+    with open_store(
+        tmp_path / "s", host_bytes=2 * RECORD_BYTES, disk_bytes=9 * RECORD_BYTES
+    ) as store:
+        for number in range(4):
+            put(store, number)
+            store.flush()
+        assert store.take_demoted() == []  # Nobody has looked yet.
+        store.take_evicted()
+        assert sorted(store.take_demoted()) == keys(0, 1)
+        assert store.take_demoted() == []
+        assert [store.in_memory(one) for one in keys(0, 1, 2, 3, 4)] == [
+            False,
+            False,
+            True,
+            True,
+            False,
+        ]
+        store.clear_host()
+        assert sorted(store.take_demoted()) == keys(2, 3)
+        # What has come back meanwhile has not left.
+        store.clear_host()
+        read(store, 0)
+        read(store, 1)
+        read(store, 2)
+        store.take_evicted()
+        left = store.take_demoted()
+        assert left
+        assert not any(store.in_memory(one) for one in left)

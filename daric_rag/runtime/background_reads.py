@@ -1,0 +1,179 @@
+"""Reading records beside the engine's steps, and no longer than computing would take.
+
+Records in memory are there at once. Others are read by a thread, a few chunks at a time
+in the order of the prompts. They have as long as computing them and all before them in
+their request would take; then they are given up and generated like any other miss. So a
+disk that is slower than the engine, or that hangs, costs a request little more than
+computing it costs anyway, and nobody has to know beforehand which disk is slow.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+
+from daric_rag.keys import SegmentKey
+from daric_rag.runtime.pace import Pace
+from daric_rag.storage.base import Record
+
+__all__ = ["BackgroundReads", "PendingRead", "wait_for_all", "wait_for_any"]
+
+Records = list[Record | None]
+ReadFn = Callable[[Sequence[SegmentKey], Sequence[int]], Records]
+"""From segments' keys and lengths in tokens to their records; must not raise."""
+
+ChunkSegments = tuple[Sequence[SegmentKey], Sequence[int]]
+"""Keys and lengths in tokens of a chunk's segments."""
+
+# Chunks of so many tokens are read at a time, their files side by side.
+_GROUP_LEN = 1024
+# How long closing waits for reads that nobody wants any more.
+_CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRead:
+    """Worker process. A chunk's records on their way into memory.
+
+    Attributes:
+        keys: The segments, [n].
+        deadline_s: When it is given up, of `time.perf_counter`.
+        future: Records of these segments and of others read with them.
+        offset: Of the first of them there.
+    """
+
+    keys: tuple[SegmentKey, ...]
+    deadline_s: float
+    future: Future[Records]
+    offset: int = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether `take` has its final answer."""
+        return self.future.done() or time.perf_counter() >= self.deadline_s
+
+    def take(self) -> Records | None:
+        """Return the records, or None if the read is given up; for good.
+
+        What is on its way then is finished in its thread, and forgotten.
+        """
+        if self.future.done() and not self.future.cancelled():
+            return self.future.result()[self.offset : self.offset + len(self.keys)]
+        self.future.cancel()
+        return None
+
+
+class BackgroundReads:
+    """Worker process. Starts reads; the thread comes with the first that needs one.
+
+    There is one: two would keep each other from the store's index.
+
+    Args:
+        read: Reads this rank's records; called from any thread.
+        is_near: Whether a segment's record is in memory.
+        pace: Of computing.
+        on_exit: Called in the thread as it ends, to close what `read` opened there.
+    """
+
+    def __init__(
+        self,
+        read: ReadFn,
+        is_near: Callable[[SegmentKey], bool],
+        pace: Pace,
+        *,
+        on_exit: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._read, self._is_near, self._pace = read, is_near, pace
+        self._on_exit = on_exit
+        self._thread: ThreadPoolExecutor | None = None
+        self._running: set[Future[Records]] = set()
+
+    def start(self, chunks: Sequence[ChunkSegments]) -> list[PendingRead]:
+        """Begin to read a request's chunks.
+
+        Args:
+            chunks: By position.
+
+        Returns:
+            One read per chunk; those of records in memory are settled.
+        """
+        started_s = time.perf_counter()
+        num_tokens = 0
+        reads: list[PendingRead] = []
+        for group in self._groups(chunks):
+            num_tokens += sum(sum(lens) for _, lens in group)
+            deadline_s = started_s + self._pace.allowance_s(num_tokens)
+            future = self._submit(
+                [key for keys, _ in group for key in keys],
+                [length for _, lens in group for length in lens],
+            )
+            offset = 0
+            for keys, _ in group:
+                reads.append(PendingRead(tuple(keys), deadline_s, future, offset))
+                offset += len(keys)
+        return reads
+
+    def close(self) -> None:
+        """Drop what has not begun; wait a little for what has."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        running = list(self._running)  # which shrinks meanwhile
+        for future in running:
+            future.cancel()
+        thread.submit(self._on_exit)
+        _, hanging = wait(running, _CLOSE_TIMEOUT_S)
+        thread.shutdown(wait=not hanging)
+
+    def _groups(self, chunks: Sequence[ChunkSegments]) -> Iterator[list[ChunkSegments]]:
+        """Put together what is read at a time; nothing joins what is in memory."""
+        group: list[ChunkSegments] = []
+        num_tokens, was_near = 0, False
+        for chunk in chunks:
+            keys, lens = chunk
+            near = all(map(self._is_near, keys))
+            if group and (near or was_near or num_tokens + sum(lens) > _GROUP_LEN):
+                yield group
+                group, num_tokens = [], 0
+            group.append(chunk)
+            num_tokens += sum(lens)
+            was_near = near
+        if group:
+            yield group
+
+    def _submit(
+        self, keys: Sequence[SegmentKey], lens: Sequence[int]
+    ) -> Future[Records]:
+        if not all(map(self._is_near, keys)):
+            # Where no thread can be started, reading here is better than not at all.
+            with suppress(RuntimeError):
+                return self._submit_to_thread(keys, lens)
+        done: Future[Records] = Future()
+        done.set_result(self._read(keys, lens))
+        return done
+
+    def _submit_to_thread(
+        self, keys: Sequence[SegmentKey], lens: Sequence[int]
+    ) -> Future[Records]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="daric-load")
+        future = self._thread.submit(self._read, keys, lens)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
+
+
+def wait_for_any(reads: Sequence[PendingRead], timeout_s: float) -> None:
+    """Return when one of some reads is settled, or after `timeout_s` seconds."""
+    first_s = min((read.deadline_s for read in reads), default=0.0)
+    left_s = min(timeout_s, first_s - time.perf_counter())
+    wait([read.future for read in reads], max(0.0, left_s), FIRST_COMPLETED)
+
+
+def wait_for_all(reads: Sequence[PendingRead]) -> None:
+    """Return when all of some reads are settled."""
+    for read in reads:
+        wait([read.future], max(0.0, read.deadline_s - time.perf_counter()))

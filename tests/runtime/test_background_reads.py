@@ -1,0 +1,169 @@
+"""Reads beside the steps: from memory at once, from disk in time or not at all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from daric_rag.keys import SegmentKey
+from daric_rag.runtime.background_reads import (
+    BackgroundReads,
+    Records,
+    wait_for_all,
+    wait_for_any,
+)
+from daric_rag.runtime.pace import Pace
+
+
+def keys(*numbers: int) -> tuple[SegmentKey, ...]:
+    return tuple(SegmentKey(bytes([number]) * 32) for number in numbers)
+
+
+class Disk:
+    """Keys above 100 are on disk, whose reads end one by one as they are let go."""
+
+    def __init__(self, token_s: float | None = None) -> None:
+        self.threads: dict[tuple[SegmentKey, ...], str] = {}
+        self.order: list[int] = []
+        self.go = threading.Semaphore(0)
+        pace = Pace()
+        if token_s is not None:
+            pace.note(1000, 1000 * token_s)
+        self.exits: list[str] = []
+        self.reads = BackgroundReads(
+            self.read,
+            lambda key: key[0] <= 100,
+            pace,
+            on_exit=lambda: self.exits.append(threading.current_thread().name),
+        )
+
+    def read(self, wanted: Sequence[SegmentKey], lens: Sequence[int]) -> Records:
+        self.threads[tuple(wanted)] = threading.current_thread().name
+        self.order.append(wanted[0][0])
+        if wanted[0][0] > 100:
+            assert self.go.acquire(timeout=30)
+        assert len(wanted) == len(lens)
+        return list(wanted)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def disk_of() -> Callable[..., Disk]:
+    disks: list[Disk] = []
+
+    def make(token_s: float | None = None) -> Disk:
+        disks.append(Disk(token_s))
+        return disks[-1]
+
+    yield make  # type: ignore[misc]
+    for disk in disks:
+        disk.go.release(100)
+        disk.reads.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("daric-load")]
+
+
+def test_memory_is_read_at_once_and_here(disk_of: Callable[..., Disk]) -> None:
+    disk = disk_of()
+    near, mixed = disk.reads.start([(keys(1, 2), [5, 5]), (keys(103, 3), [5, 5])])
+    assert near.is_settled
+    assert near.take() == list(keys(1, 2))
+    assert disk.threads[keys(1, 2)] == threading.current_thread().name
+    assert not mixed.is_settled
+    disk.go.release()
+    wait_for_all([near, mixed])
+    assert mixed.take() == list(keys(103, 3))
+    assert disk.threads[keys(103, 3)].startswith("daric-load")
+
+
+def test_a_read_has_as_long_as_computing_it_and_all_before_it(
+    disk_of: Callable[..., Disk],
+) -> None:
+    disk = disk_of(token_s=0.01)
+    before_s = time.perf_counter()
+    chunks = [(keys(number), [600]) for number in (101, 102, 1, 103)]
+    first, second, _, third = disk.reads.start(chunks)
+    assert first.deadline_s - before_s == pytest.approx(0.25 + 6.0, abs=0.1)
+    assert second.deadline_s - first.deadline_s == pytest.approx(6.0)
+    assert third.deadline_s - second.deadline_s == pytest.approx(12.0)
+
+
+def test_short_chunks_are_read_together(disk_of: Callable[..., Disk]) -> None:
+    disk = disk_of()
+    names = [(101, 102), (103,), (1,), (2,), (104,), (105,)]
+    lens = [300, 400, 100, 100, 1000, 100]
+    reads = disk.reads.start(
+        [
+            (keys(*name), [length // len(name)] * len(name))
+            for name, length in zip(names, lens, strict=True)
+        ]
+    )
+    disk.go.release(100)
+    wait_for_all(reads)
+    assert [number for number in disk.order if number > 100] == [101, 104, 105]
+    assert [number for number in disk.order if number < 100] == [1, 2]
+    assert [read.take() for read in reads] == [
+        [SegmentKey(bytes([number]) * 32) for number in name] for name in names
+    ]
+
+
+def test_a_late_read_is_given_up(disk_of: Callable[..., Disk]) -> None:
+    disk = disk_of(token_s=1e-6)
+    hanging, queued = disk.reads.start([(keys(101), [600]), (keys(102), [600])])
+    wait_for_all([hanging, queued])
+    assert hanging.is_settled
+    assert hanging.take() is None
+    assert queued.take() is None
+    # What had not begun never does.
+    disk.go.release(3)
+    disk.reads.close()
+    assert disk.order == [101]
+
+
+def test_waiting_for_any(disk_of: Callable[..., Disk]) -> None:
+    disk = disk_of()
+    reads = disk.reads.start([(keys(101), [600]), (keys(102), [600])])
+    started_s = time.perf_counter()
+    wait_for_any(reads, 0.05)
+    assert time.perf_counter() - started_s >= 0.05
+    assert not any(read.is_settled for read in reads)
+    disk.go.release()
+    wait_for_any(reads, 30)
+    assert any(read.is_settled for read in reads)
+    wait_for_any([], 30)
+
+
+def test_closing_does_not_wait_for_what_has_not_begun(
+    disk_of: Callable[..., Disk],
+) -> None:
+    disk = disk_of()
+    reads = disk.reads.start([(keys(101 + i), [600]) for i in range(3)])
+    threading.Timer(0.05, disk.go.release).start()
+    disk.reads.close()
+    assert [read.future.cancelled() for read in reads] == [False, True, True]
+    assert disk.order == [101]
+    assert disk.exits == ["daric-load_0"]
+
+
+# ------------------------------------------------------------------------------ pace
+
+
+def test_nothing_computed_yet_leaves_much_time() -> None:
+    assert Pace().allowance_s(100) == Pace().allowance_s(5000) >= 10
+
+
+def test_the_pace_follows_recent_passes() -> None:
+    pace = Pace()
+    for _ in range(20):
+        pace.note(1000, 10.0)
+    for _ in range(20):
+        pace.note(1000, 1.0)
+    assert pace.allowance_s(1000) - pace.allowance_s(0) == pytest.approx(1.0, rel=0.1)
+
+
+def test_short_passes_say_nothing() -> None:
+    pace = Pace()
+    pace.note(1000, 1.0)
+    pace.note(1, 1.0)
+    assert pace.allowance_s(1000) - pace.allowance_s(0) == pytest.approx(1.0)
