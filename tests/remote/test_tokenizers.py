@@ -15,18 +15,17 @@ from daric_rag import (
     ConfigError,
     DaricConfig,
     PromptLayout,
-    RemoteEngine,
     TokenPrompt,
 )
 from daric_rag.input_processor import InputProcessor
 from tests.remote.fake_server import (
     FIRST_BYTE,
-    KEY,
     MAX_MODEL_LEN,
     SPECIAL,
     TEXTS,
     FakeServer,
     encode,
+    open_engine,
 )
 
 PROMPT = ChunkedPrompt(
@@ -74,17 +73,6 @@ def tokenizer_file(folder: Path, first_id: int = FIRST_BYTE) -> Path:
     tokenizer.enable_truncation(5)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
-
-
-def open_engine(server: FakeServer, **options: Any) -> RemoteEngine:
-    return RemoteEngine(
-        "http://server:8000", **{"api_key": KEY, "transport": server} | options
-    )
-
-
-@pytest.fixture
-def server() -> FakeServer:
-    return FakeServer()
 
 
 @pytest.fixture
