@@ -207,7 +207,11 @@ def checked_config(config: DaricConfig | None) -> DaricConfig:
 
 def _checked(item: _Item) -> Delta:
     if isinstance(item, BaseException):
-        raise item
+        try:
+            raise item
+        finally:
+            # Its traceback holds this frame and its callers', the engine among them.
+            del item
     return item
 
 

@@ -103,6 +103,8 @@ class RemoteLoop:
             raise _closed() from None
         finally:
             asked.cancel()
+            # It holds its error, whose traceback holds this frame and its callers'.
+            del asked
 
     def close(self) -> None:
         """End running requests and the thread; harmless when repeated.

@@ -140,11 +140,11 @@ class RemoteTokenizer:
         add_generation_prompt: bool,
         **variables: Any,
     ) -> str:
-        """Return the rendered conversation; of further variables only tools count."""
+        """Return the rendered conversation; of `variables` servers know ``tools``."""
         content = {
             "messages": conversation,
             "add_generation_prompt": add_generation_prompt,
-            "tools": variables.get("tools"),
+            **variables,
         }
         answer = self._ask("POST", TEMPLATE_PATH, content)
         if not isinstance(answer, Mapping) or not {"text", "error"} & answer.keys():

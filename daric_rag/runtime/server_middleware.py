@@ -37,8 +37,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 _COMPLETIONS = "/v1/completions"
 _DONE = b"data: [DONE]"
 
-# More than vLLM takes, so that nobody keeps the engine busy with questions.
-_MAX_ANSWERS = 1024
+_RENDERED = frozenset({"messages", "add_generation_prompt", "tools"})
+
+# Of a number of answers: nobody may keep the engine busy with questions.
+_MAX_DIGITS = 3
 
 # The engine hears of a stop string from the front end, which streams on meanwhile.
 _NUM_LOOKS = 3
@@ -61,18 +63,19 @@ class DaricMiddleware:
         if scope["type"] == "lifespan":
             _add_routes(scope["app"])
         elif scope["type"] == "http" and scope["path"].endswith(_COMPLETIONS):
-            headers = Headers(scope=scope)
-            request_id = headers.get("x-request-id")
-            wanted = headers.get(REUSE_HEADER, "")
-            if request_id and wanted.isdecimal() and int(wanted) <= _MAX_ANSWERS:
-                ids = _answer_ids(request_id, int(wanted))
+            ids = _asked_for(Headers(scope=scope))
+            if ids:
                 send = _CountingSend(scope["app"], ids, send)
         await self._app(scope, receive, send)
 
 
-def _answer_ids(request_id: str, num_answers: int) -> list[str]:
-    served = served_request_id(request_id)
-    return [answer_request_id(served, i, num_answers) for i in range(num_answers)]
+def _asked_for(headers: Headers) -> list[str]:
+    """Return the requests, by vLLM's ids, whose counts a client wants to be told."""
+    request_id, wanted = headers.get("x-request-id"), headers.get(REUSE_HEADER, "")
+    if not request_id or not wanted.isdecimal() or len(wanted) > _MAX_DIGITS:
+        return []
+    served, num = served_request_id(request_id), int(wanted)
+    return [answer_request_id(served, index, num) for index in range(num)]
 
 
 class _CountingSend:
@@ -143,12 +146,14 @@ async def _render(request: Request) -> Response:
     state = request.app.state
     try:
         content = await request.json()
+        # Nobody may bring a template, or anything else that has code in it.
+        if not content.keys() <= _RENDERED:
+            raise ValueError(f"only {', '.join(sorted(_RENDERED))} can be rendered")
         text = state.engine_client.get_tokenizer().apply_chat_template(
-            content["messages"],
-            tools=content.get("tools"),
+            content.pop("messages"),
             tokenize=False,
-            add_generation_prompt=bool(content["add_generation_prompt"]),
             chat_template=_template(state),
+            **content,
         )
     except Exception as error:  # Jinja's own: a template may refuse what it is given.
         return JSONResponse({"error": str(error) or type(error).__name__})

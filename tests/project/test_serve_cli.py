@@ -58,19 +58,42 @@ def test_a_shell_reads_what_json_says(model: Path) -> None:
     assert words[-2:] == ["--max-model-len", "4096"]
 
 
-def test_a_shell_sets_the_environment(model: Path, tmp_path: Path) -> None:
-    """The command itself replaced by one that prints what it was given."""
-    vllm = tmp_path / "vllm"
-    vllm.write_text('#!/bin/sh\nprintf "%s\\n" "$VLLM_USE_V2_MODEL_RUNNER" "$@"\n')
-    vllm.chmod(0o755)
+@pytest.mark.parametrize(
+    ("device", "program", "expected"),
+    [
+        ("gpu", "vllm", ["", "serve", "MODEL"]),
+        ("cpu", "python", ["0|1", "-m", "MODULE", "--model=MODEL"]),
+    ],
+)
+def test_a_shell_sets_the_environment(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    program: str,
+    expected: list[str],
+) -> None:
+    """The program itself replaced by one that prints what it was given."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    file = tmp_path / program
+    file.write_text('#!/bin/sh\nprintf "%s\n" "$VLLM_CPU_OMP_THREADS_BIND" "$@"\n')
+    file.chmod(0o755)
     done = subprocess.run(
-        ["sh", "-c", run(model, "--device", "gpu").stdout],
+        [
+            "sh",
+            "-c",
+            run(model, "--device", device, "--tensor-parallel-size", 2).stdout,
+        ],
         check=True,
         capture_output=True,
         text=True,
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )
-    assert done.stdout.splitlines()[:3] == ["0", "serve", str(model)]
+    names = {"MODEL": str(model), "--model=MODEL": f"--model={model}"}
+    names["MODULE"] = "vllm.entrypoints.launchers.api_server.entry"
+    words = done.stdout.splitlines()
+    assert words[: len(expected)] == [names.get(word, word) for word in expected]
+    assert words[-1] == "--port=8000"
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])

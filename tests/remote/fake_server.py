@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from daric_rag import ReuseStats
+from daric_rag import RemoteEngine, ReuseStats, TokenPrompt
 from daric_rag.wire import encode_reuse
 
 KEY = "a-secret-key"
@@ -190,7 +192,7 @@ class FakeServer(httpx.AsyncBaseTransport):
         turns = "".join(f"<|user|>{m['content']}<|end|>" for m in body["messages"])
         if body["messages"][0]["role"] == "system":
             return {"error": "no system role here"}
-        return {"text": turns + "<|bot|>"}
+        return {"text": turns + "".join(map(str, body.get("tools", ()))) + "<|bot|>"}
 
 
 def error_reply(status: int, content: Any, **headers: str) -> Reply:
@@ -200,3 +202,38 @@ def error_reply(status: int, content: Any, **headers: str) -> Reply:
 
 async def forever() -> None:
     await asyncio.Event().wait()
+
+
+PROMPT = TokenPrompt([[20] * 30, [21] * 40, [22, 23]])
+FIRST = event(
+    {"choices": [{"index": 0, "text": "a", "token_ids": [11], "finish_reason": None}]}
+)
+LAST = event(
+    {"choices": [{"index": 0, "text": "b", "token_ids": [12], "finish_reason": "stop"}]}
+)
+DONE = b"data: [DONE]\n\n"
+
+
+def open_engine(server: FakeServer, **options: Any) -> RemoteEngine:
+    return RemoteEngine(
+        "http://server:8000", **{"api_key": KEY, "transport": server} | options
+    )
+
+
+def streamed(server: FakeServer, *items: Any) -> None:
+    server.script.append(lambda *_: server.stream(*items))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def vllm_error(message: str, code: int, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "T", "param": param, "code": code}}
+
+
+def remote_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name == "daric-remote"]

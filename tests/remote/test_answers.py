@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,35 +25,18 @@ from daric_rag import (
 from daric_rag.wire import decode_request, encode_reuse, salt_of
 from tests.core.test_trace import TRACE
 from tests.remote.fake_server import (
-    KEY,
     MAX_MODEL_LEN,
     MODEL,
+    PROMPT,
     TEXTS,
     TOKENS,
     VOCAB_SIZE,
     FakeServer,
     event,
+    open_engine,
 )
 
-PROMPT = TokenPrompt([[20] * 30, [21] * 40, [22, 23]])
 WHOLE = "".join(TEXTS)
-
-
-def open_engine(server: FakeServer, **options: Any) -> RemoteEngine:
-    return RemoteEngine(
-        "http://server:8000/v1", **{"api_key": KEY, "transport": server} | options
-    )
-
-
-@pytest.fixture
-def server() -> FakeServer:
-    return FakeServer()
-
-
-@pytest.fixture
-def engine(server: FakeServer) -> Iterator[RemoteEngine]:
-    with open_engine(server) as engine:
-        yield engine
 
 
 def without_times(completion: Completion) -> Completion:
@@ -127,6 +109,7 @@ def test_a_request_without_reuse_is_an_ordinary_one(
     reuse = engine.generate(PROMPT, reuse="off").reuse
     assert "kv_transfer_params" not in server.bodies[0]
     assert "cache_salt" not in server.bodies[0]
+    assert "x-daric-reuse" not in server.headers[0]
     assert reuse == ReuseStats(
         prompt_tokens=72,
         num_chunks=3,

@@ -59,7 +59,9 @@ class Engine:
         def render(messages: Any, **options: Any) -> str:
             if messages[0]["role"] == "system":
                 raise ValueError("no system role here")
-            return f"{options['chat_template']}:{messages[0]['content']}"
+            assert (options["tokenize"], options["add_generation_prompt"]) == (0, 1)
+            tools = options.get("tools", "")
+            return f"{options['chat_template']}:{messages[0]['content']}{tools}"
 
         added = {7: SimpleNamespace(content="<x>", special=False)}
         return SimpleNamespace(
@@ -160,7 +162,7 @@ async def test_every_answer_has_its_counts(
     assert ids[3:] == ["2_cmpl-abc-0"] * 2
 
 
-@pytest.mark.parametrize("num", ["", "-1", "x", "99999999"])
+@pytest.mark.parametrize("num", ["", "0", "-1", "x", "1000", "9" * 5000])
 async def test_foolish_numbers_ask_for_nothing(
     client: httpx.AsyncClient, engine: Engine, num: str
 ) -> None:
@@ -220,14 +222,23 @@ async def test_a_server_describes_itself(client: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "answer"),
-    [("user", {"text": "T:hi"}), ("system", {"error": "no system role here"})],
+    ("role", "more", "answer"),
+    [
+        ("user", {}, {"text": "T:hi"}),
+        ("user", {"tools": [5]}, {"text": "T:hi[5]"}),
+        ("system", {}, {"error": "no system role here"}),
+        (
+            "user",
+            {"chat_template": "{{ evil }}"},
+            {"error": "only add_generation_prompt, messages, tools can be rendered"},
+        ),
+    ],
 )
-async def test_the_server_renders_its_template(
-    client: httpx.AsyncClient, role: str, answer: dict[str, str]
+async def test_the_server_renders_its_template_and_no_other(
+    client: httpx.AsyncClient, role: str, more: Any, answer: dict[str, str]
 ) -> None:
     messages = [{"role": role, "content": "hi"}]
-    content = {"messages": messages, "add_generation_prompt": True}
+    content = {"messages": messages, "add_generation_prompt": True} | more
     response = await client.post("/v1/daric/chat_template", json=content)
     assert response.json() == answer
 

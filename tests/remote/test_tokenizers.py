@@ -15,18 +15,17 @@ from daric_rag import (
     ConfigError,
     DaricConfig,
     PromptLayout,
-    RemoteEngine,
     TokenPrompt,
 )
 from daric_rag.input_processor import InputProcessor
 from tests.remote.fake_server import (
     FIRST_BYTE,
-    KEY,
     MAX_MODEL_LEN,
     SPECIAL,
     TEXTS,
     FakeServer,
     encode,
+    open_engine,
 )
 
 PROMPT = ChunkedPrompt(
@@ -76,17 +75,6 @@ def tokenizer_file(folder: Path, first_id: int = FIRST_BYTE) -> Path:
     return folder
 
 
-def open_engine(server: FakeServer, **options: Any) -> RemoteEngine:
-    return RemoteEngine(
-        "http://server:8000", **{"api_key": KEY, "transport": server} | options
-    )
-
-
-@pytest.fixture
-def server() -> FakeServer:
-    return FakeServer()
-
-
 @pytest.fixture
 def expected() -> PromptLayout:
     """As an embedded engine lays the prompt out."""
@@ -104,6 +92,16 @@ def test_the_server_tokenises(server: FakeServer, expected: PromptLayout) -> Non
         # No text of a prompt becomes a role marker.
         marks = [i for i in expected.token_ids if i in SPECIAL.values()]
         assert marks == [2, 1, 3]
+
+
+def test_the_server_renders_what_is_given(server: FakeServer) -> None:
+    with open_engine(server) as engine:
+        render = engine.tokenizer.apply_chat_template
+        given = {"tokenize": False, "add_generation_prompt": True}
+        message = {"role": "user", "content": "hi"}
+        assert render([message], **given) == "<|user|>hi<|end|><|bot|>"
+        tools: Any = {"tools": ["a tool"]}
+        assert render([message], **given, **tools) == "<|user|>hi<|end|>a tool<|bot|>"
 
 
 def test_texts_are_tokenised_once(server: FakeServer) -> None:
@@ -173,6 +171,7 @@ def test_a_plain_vllm_server_answers_and_the_counts_say_why(
     # Its prefix cache is exact: a salt would only keep prompts apart.
     assert "cache_salt" not in server.bodies[0]
     assert "kv_transfer_params" not in server.bodies[0]
+    assert "x-daric-reuse" not in server.headers[0]
 
 
 @pytest.mark.parametrize(
@@ -192,3 +191,24 @@ def test_a_plain_vllm_server_cannot_tell_everything(
     server.daric = False
     with pytest.raises(ConfigError, match=text):
         open_engine(server, **options)
+
+
+@pytest.mark.real_model
+def test_a_model_s_file_gives_the_ids_that_transformers_gives(real_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from daric_rag.runtime.remote_tokenizer import file_encoder
+
+    theirs = AutoTokenizer.from_pretrained(real_model)
+    encode_file = file_encoder(real_model)
+    for text in (
+        "The mill was built in 1832.\n\n",
+        " two  spaces\tand a tab",
+        "日本語 é 😀 <|im_end|> ''\"",
+        "<|im_start|>user\nhi<|im_end|>\n",
+        "",
+    ):
+        for flag in (False, True):
+            assert encode_file(text, flag) == theirs.encode(
+                text, add_special_tokens=flag
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -9,7 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daric_rag.runtime.remote_wire import EventDecoder
+from daric_rag.config import DaricConfig
+from daric_rag.generation import GenerationOptions
+from daric_rag.layout import build_layout
+from daric_rag.runtime.remote_errors import ServerErrors
+from daric_rag.runtime.remote_wire import AnswerReader, EventDecoder
+from daric_rag.runtime.request_stream import Submission
 
 TEXTS = st.text(
     st.characters(blacklist_categories=("Cs",), blacklist_characters="\r\n")
@@ -51,6 +57,20 @@ def test_events_do_not_depend_on_where_the_stream_is_cut(
 )
 def test_what_is_an_event(stream: bytes, events: list[str]) -> None:
     assert list(EventDecoder().feed(stream)) == events
+
+
+def test_an_answer_ends_once() -> None:
+    layout = build_layout(
+        [[1, 2]], config=DaricConfig(), block_size=16, pad_token_id=0, reusable=[True]
+    )
+    submission = Submission(layout, None, GenerationOptions())
+    reader = AnswerReader(submission, ServerErrors("http://server", 1.0), "unknown")
+    choice = {"index": 0, "text": "a", "token_ids": [3], "finish_reason": "stop"}
+    assert [o.finished for o in reader.take(json.dumps({"choices": [choice]}))] == [0]
+    assert [output.finished for output in reader.take("[DONE]")] == [1]
+    for late in ("[DONE]", "no JSON", json.dumps({"choices": [choice]})):
+        assert list(reader.take(late)) == []
+    assert list(reader.end()) == []
 
 
 def test_a_client_needs_neither_torch_nor_vllm_nor_transformers() -> None:

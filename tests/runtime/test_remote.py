@@ -17,9 +17,12 @@ import pytest
 
 from daric_rag import (
     AuthenticationError,
+    ChatMessage,
+    ChatPrompt,
     ChunkedPrompt,
     Completion,
     ConfigError,
+    DocumentPart,
     EmbeddedEngine,
     RemoteEngine,
     TokenPrompt,
@@ -40,6 +43,14 @@ PROMPTS: dict[str, Prompt] = {
     "reordered": TokenPrompt([C, A, B, list(QUESTION)]),
     "a hole": TokenPrompt([B, D, A, list(QUESTION)]),
     "texts": ChunkedPrompt(system="Be brief.", documents=TEXTS, question="Whose?"),
+    "a conversation": ChatPrompt(
+        [
+            ChatMessage("system", "Be brief."),
+            ChatMessage("user", [DocumentPart(TEXTS[1]), "What <|im_start|> is it?"]),
+            ChatMessage("assistant", "A mill. " * 8),
+            ChatMessage("user", "Whose?"),
+        ]
+    ),
 }
 OPTIONS: dict[str, Any] = {"max_tokens": 12, "logprobs": 3, "ignore_eos": True}
 
@@ -79,7 +90,8 @@ def embedded_answers(model: Path, store: Path) -> Expected:
     with EmbeddedEngine(str(model), store=store, **options) as engine:
         for chunk in (A, B, C):
             engine.generate(TokenPrompt([chunk, list(QUESTION)]), max_tokens=1)
-        engine.generate(PROMPTS["texts"], max_tokens=1)
+        for name in ("texts", "a conversation"):
+            engine.generate(PROMPTS[name], max_tokens=1)
         for name, prompt in PROMPTS.items():
             engine.clear_prefix_cache()
             layouts[name] = engine.layout(prompt)
