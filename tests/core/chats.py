@@ -99,6 +99,14 @@ TOOL_DECLARATIONS = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|eot|>"
     "{% endfor %}<|start|>assistant{{ '\n' }}"
 )
+# Results as JSON, hence escaped; a trimmed system text and question.
+TOOL_JSON = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}<|end|>"
+    "{% if m['role'] == 'tool' %}{{ {'output': m['content']} | tojson }}"
+    "{% elif m['tool_calls'] %}{{ m['tool_calls'][0]['function'] | tojson }}"
+    "{% else %}{{ m['content'] | trim }}{% endif %}<|eot|>{% endfor %}"
+    "<|start|>assistant<|end|>"
+)
 # Writes the tool results behind the last answer only.
 LAST_RESULTS = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}"
