@@ -164,7 +164,8 @@ class Skeleton:
         if role in ("system", "assistant"):
             return opening + self._text(index, role, text)
         start = self._sign("start", index, role)
-        return opening + start + self._guarded(text) + self._sign("end", index, role)
+        written = self._encoder.guarded(text, self.cut)
+        return f"{opening}{start}{written}{self._sign('end', index, role)}"
 
     def _text(self, index: int, role: str, text: str) -> str:
         """Return a text for the template to see, with a sign at its end."""
