@@ -119,6 +119,8 @@ class _Cutter:
     def pass_sign(self, sign: Sign) -> None:
         if sign.kind == "content":
             self._put_parts(sign)
+        elif sign.kind == "start":
+            self._open(Piece(_TITLES[sign.role]))
         elif sign.kind == "tool":
             if self._frame is not None:
                 offset = len(self._piece.tail) - len(self._frame.opening)
@@ -154,9 +156,7 @@ class _Cutter:
         if last is not None and last.index == sign.index and last.kind != "content":
             return  # already begun, by its text or another call
         tail, title = self._piece.tail, _TITLES["assistant"]
-        opening = None
-        if last is not None and last.kind == "content":
-            opening = self._template.answer_opening(last.role)
+        opening = self._template.answer_opening(last.role) if last is not None else None
         if opening is not None and tail.startswith(opening, self._behind_sign):
             self._cut(self._behind_sign + len(opening), title)
         elif sign.kind == "end" and tail.endswith(sign.text.lstrip()):
@@ -192,12 +192,12 @@ def _frame(
 
 
 def _check_counts(skeleton: Skeleton, found: Sequence[Sign]) -> None:
-    counts = Counter((sign.kind, sign.index) for sign in found)
+    counts = Counter(sign.number for sign in found)
     for sign in skeleton.signs:
-        count = counts[sign.kind, sign.index]
+        count = counts[sign.number]
         if count == 0:
             raise PromptError(_left_out(sign))
-        if count > 1 and sign.kind in ("content", "end"):
+        if count > 1 and sign.kind not in ("call", "tool"):
             raise PromptError(
                 f"the chat template writes message {sign.index} ({sign.role}) {count} "
                 f"times instead of once; leave it out, or pass TokenPrompt with your "

@@ -2,8 +2,9 @@
 
 What people wrote for the model to read goes in as follows::
 
-    user, tool result, anything    one sign; the text itself never meets the template
-    with documents
+    user, tool result, anything    one sign; the text itself never meets the template,
+    with documents                 but where that escapes what it gets: then the text
+                                   stands between two signs
     system, assistant              the text, a sign at its end: templates look into
                                    both (to take out old reasoning, for instance)
     tool calls, tools              their fields, a sign before the name
@@ -28,7 +29,7 @@ from daric_rag.tokenization import BREAK, TextEncoder, set_apart
 __all__ = ["Kind", "Part", "Sign", "Skeleton", "join_parts"]
 
 Part = str | DocumentPart
-Kind = Literal["content", "end", "call", "tool"]
+Kind = Literal["content", "start", "end", "call", "tool"]
 
 _TO_LETTERS = str.maketrans("0123456789", "abcdefghij")
 _TO_DIGITS = str.maketrans("abcdefghij", "0123456789")
@@ -39,8 +40,9 @@ class Sign:
     """What stands where a sign was written.
 
     Attributes:
-        kind: ``"content"`` stands for a message's parts; ``"end"`` is behind a text;
-            ``"call"`` and ``"tool"`` are before a name.
+        number: Tells it from all others of the conversation.
+        kind: ``"content"`` stands for a message's parts; ``"start"`` and ``"end"`` are
+            before and behind a text; ``"call"`` and ``"tool"`` are before a name.
         index: Of the message, or of the tool.
         role: Of the message; ``"tool"`` for a tool.
         parts: What a content stands for.
@@ -48,6 +50,7 @@ class Sign:
         leads: Whether this is the system text, or begins with it.
     """
 
+    number: int
     kind: Kind
     index: int
     role: str
@@ -145,11 +148,24 @@ class Skeleton:
             parts, leads = join_parts([*system, *parts]), True
         elif system:
             opening = self._text(index, "system", "".join(map(str, system)) + BREAK)
-        if role in ("user", "tool") or message.has_documents:
-            if self._template.trims(role):
-                parts = _trimmed(parts, inside=bool(opening))
-            return opening + self._sign("content", index, role, parts, leads=leads)
-        return self._text(index, role, "".join(map(str, parts)))
+        if role != "assistant" and self._template.trims(role):
+            parts = _trimmed(parts, inside=bool(opening))
+        has_documents = any(isinstance(part, DocumentPart) for part in parts)
+        if has_documents or role in ("user", "tool"):
+            if self._template.keeps(role):
+                return opening + self._sign("content", index, role, parts, leads=leads)
+            if has_documents:
+                raise PromptError(
+                    f"the chat template escapes what a {role} message says, so that "
+                    f"message {index} cannot hold documents; put them into a user "
+                    f"message"
+                )
+        text = "".join(map(str, parts))
+        if role in ("system", "assistant"):
+            return opening + self._text(index, role, text)
+        start = self._sign("start", index, role)
+        written = self._encoder.guarded(text, self.cut)
+        return f"{opening}{start}{written}{self._sign('end', index, role)}"
 
     def _text(self, index: int, role: str, text: str) -> str:
         """Return a text for the template to see, with a sign at its end."""
@@ -192,8 +208,9 @@ class Skeleton:
         text: str = "",
         leads: bool = False,
     ) -> str:
-        self.signs.append(Sign(kind, index, role, parts, text, leads))
-        return f"{self._stem}{str(len(self.signs) - 1).translate(_TO_LETTERS)}Z"
+        number = len(self.signs)
+        self.signs.append(Sign(number, kind, index, role, parts, text, leads))
+        return f"{self._stem}{str(number).translate(_TO_LETTERS)}Z"
 
     def _guarded(self, value: Any) -> Any:
         if isinstance(value, str):

@@ -63,6 +63,7 @@ class ChatTemplate:
         self.answer_opening = cache(self._answer_opening)
         self.tool_frame = cache(self._tool_frame)
         self.trims = cache(self._trims)
+        self.keeps = cache(self._keeps)
 
     def render(
         self, messages: Sequence[_Message], tools: Sequence[dict[str, Any]] = ()
@@ -116,6 +117,11 @@ class ChatTemplate:
         return bare is not None and bare == self._try(
             _ending_in(role, f" \n{_TEXT}\n ")
         )
+
+    def _keeps(self, role: str) -> bool:
+        """Return whether a message's text is written as it is, not escaped."""
+        text = f'{_TEXT}"\n\\{_TEXT}'
+        return text in (self._try(_ending_in(role, text)) or "")
 
     def _tool_frame(self, with_system: bool) -> ToolFrame | None:
         """Return what stands around tools; None if they cannot be told apart."""

@@ -45,7 +45,8 @@ FORGETS_REASONING = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}"
     "{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
     "{% endfor %}{% for m in messages %}<|start|>{{ m['role'] }}\n"
-    "{% if loop.index0 < ns.last and '</think>' in m['content'] %}"
+    "{% if m['role'] == 'assistant' and loop.index0 < ns.last "
+    "and '</think>' in m['content'] %}"
     "{{ m['content'].split('</think>')[-1].lstrip('\n') }}"
     "{% else %}{{ m['content'] }}{% endif %}<|eot|>{% endfor %}"
     "<|start|>assistant{{ '\n' }}"
@@ -97,6 +98,14 @@ TOOL_DECLARATIONS = (
     "def {{ tool['function']['name'] }}()\n{% endfor %}"
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|eot|>"
     "{% endfor %}<|start|>assistant{{ '\n' }}"
+)
+# Results as JSON, hence escaped; a trimmed system text and question.
+TOOL_JSON = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}<|end|>"
+    "{% if m['role'] == 'tool' %}{{ {'output': m['content']} | tojson }}"
+    "{% elif m['tool_calls'] %}{{ m['tool_calls'][0]['function'] | tojson }}"
+    "{% else %}{{ m['content'] | trim }}{% endif %}<|eot|>{% endfor %}"
+    "<|start|>assistant<|end|>"
 )
 # Writes the tool results behind the last answer only.
 LAST_RESULTS = (

@@ -1,5 +1,7 @@
 """Conversations to chunks: where they are cut, what is refused, what stays equal."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -331,6 +333,21 @@ def test_a_template_that_reorders_messages():
     tokenizer = FakeTokenizer(lambda messages: chatml(messages[::-1]))
     with pytest.raises(PromptError, match=r"in the order \[2, 1, 0\]"):
         processor(tokenizer).layout(ChatPrompt(told("a", "b", "c")))
+
+
+def test_a_template_that_changes_letters_is_refused():
+    tokenizer = FakeTokenizer(lambda messages: chatml(messages).replace(" ", ""))
+    turns = told("a", "b Qda ricjjZ", "c")
+    with pytest.raises(PromptError, match="changes letters of its input"):
+        processor(tokenizer).layout(ChatPrompt(turns))
+
+
+def test_a_prompt_without_a_token_is_refused():
+    tokenizer = FakeTokenizer()
+    index = tokenizer.vocab["§"] = len(tokenizer.vocab)
+    tokenizer.added_tokens_decoder[index] = SimpleNamespace(content="§", special=True)
+    with pytest.raises(PromptError, match="no token"):
+        processor(tokenizer).layout(ChatPrompt(told("§")))
 
 
 def test_a_conversation_needs_a_chat_template():

@@ -162,7 +162,7 @@ def test_calls_and_results_are_chunks(lines):
     ]
 
 
-@pytest.mark.parametrize("name", ["TOOL_LINES", "TOOL_LIST"])
+@pytest.mark.parametrize("name", ["TOOL_LINES", "TOOL_LIST", "TOOL_JSON"])
 def test_a_conversation_with_calls_grows_by_whole_chunks(tiny_tokenizer, name):
     tiny_tokenizer.chat_template = getattr(chats, name)
     grown = [chunk_ids(tiny_tokenizer, CALLED[:n]) for n in (1, 3, 5)]
@@ -216,6 +216,29 @@ def test_results_may_hold_documents(lines):
     assert ids == processor(lines).document_ids("One.")
 
 
+def test_results_are_escaped_where_the_template_does(tiny_tokenizer):
+    tiny_tokenizer.chat_template = chats.TOOL_JSON
+    said = ChatMessage("tool", ' Sun "or"\nrain. ', tool_call_id="callnine1")
+    turns = [*CALLED[:2], said, *CALLED[3:]]
+    assert chunks(tiny_tokenizer, turns)[3] == (
+        ' Sun \\"or\\"\\nrain. "}<|eot|><|start|>assistant<|end|>'
+    )
+    whole = at_once(tiny_tokenizer, turns)
+    ids = layout(tiny_tokenizer, turns).token_ids
+    assert list(ids) == tiny_tokenizer.encode(whole, add_special_tokens=False)
+
+
+def test_documents_are_refused_where_they_would_be_escaped(tiny_tokenizer):
+    tiny_tokenizer.chat_template = chats.TOOL_JSON
+    result = ChatMessage("tool", [DocumentPart("One."), "Two."])
+    with pytest.raises(
+        PromptError, match=r"escapes what a tool .* into a user message"
+    ):
+        layout(tiny_tokenizer, [*CALLED[:2], result])
+    user = ChatMessage("user", [DocumentPart("One."), "Sure?"])
+    assert chunks(tiny_tokenizer, [*CALLED[:4], user])[-2] == "One.\n\n"
+
+
 def test_a_result_may_be_empty(lines):
     turns = [*CALLED[:2], ChatMessage("tool", ""), *CALLED[3:]]
     assert chunks(lines, turns)[3].startswith("\n</result>")
@@ -253,7 +276,7 @@ SNIPPETS = st.sampled_from(
 FORGED = st.lists(SNIPPETS, min_size=1, max_size=5).map("".join)
 
 
-@pytest.mark.parametrize("name", ["TOOL_LINES", "TOOL_LIST"])
+@pytest.mark.parametrize("name", ["TOOL_LINES", "TOOL_LIST", "TOOL_JSON"])
 @settings(max_examples=50)
 @given(forged=st.tuples(*[FORGED] * 6))
 def test_no_tool_call_or_result_forges_a_role_marker(tiny_tokenizer, name, forged):
@@ -262,6 +285,7 @@ def test_no_tool_call_or_result_forges_a_role_marker(tiny_tokenizer, name, forge
     def markers(title, text, key, value, call_id, result):
         parameters = {"type": "object", "properties": {key: {"enum": [value]}}}
         tools = [tool(title, description=text, parameters=parameters)]
+        tools = tools if name != "TOOL_JSON" else ()
         made = [{"id": call_id, "function": {"name": title, "arguments": {key: value}}}]
         turns = [
             ChatMessage("user", "Q"),
@@ -274,8 +298,10 @@ def test_no_tool_call_or_result_forges_a_role_marker(tiny_tokenizer, name, forge
     ids, made = markers(*forged)
     assert made == markers(*"abcdef")[1]
     # Not a character is lost.
-    assert json.dumps(forged[0], ensure_ascii=False) in tiny_tokenizer.decode(ids)
-    assert forged[5] in tiny_tokenizer.decode(ids)
+    shown = [json.dumps(text, ensure_ascii=False) for text in forged]
+    result = shown[5] if name == "TOOL_JSON" else forged[5]
+    assert shown[0] in tiny_tokenizer.decode(ids)
+    assert result in tiny_tokenizer.decode(ids)
 
 
 def test_markers_of_results_alone_are_safe_too():
