@@ -19,7 +19,6 @@ from tests.runtime.test_faults import (
     delete,
     empty,
     flip_header,
-    flip_payload,
     truncate,
 )
 
@@ -213,10 +212,18 @@ class Damage:
         with suppress(FileNotFoundError):
             files = [p for p in self._folder.glob("??/??/*.val") if p.stat().st_size]
             if files:
-                # Not both ends of a file that a truncation has left short.
+                # What a truncation has left short has no byte to flip.
                 with suppress(IndexError):
-                    ways = (delete, empty, flip_header, flip_payload, truncate)
+                    ways = (delete, empty, flip_header, truncate, self._scramble)
                     self._draw.choice(ways)([self._draw.choice(sorted(files))])
+
+    def _scramble(self, files: list[Path]) -> None:
+        """Flips bits in the second half, which holds values."""
+        for path in files:
+            content = path.read_bytes()
+            half = len(content) // 2
+            noise = self._draw.randbytes(len(content) - half)
+            path.write_bytes(content[:half] + noise)
 
 
 @dataclass

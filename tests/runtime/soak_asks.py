@@ -11,14 +11,14 @@ from daric_rag.engine import Reuse
 from tests.reference.prompts import TokenIds, random_chunks
 
 NUM_DOCUMENTS = 40
-DOCUMENT_LENS = (8, 120)
+DOCUMENT_LENS = (8, 96)
 QUESTION_LENS = (3, 12)
 MAX_DOCUMENTS = 6  # of a prompt
-MAX_TOKENS = 8
+MAX_TOKENS = 6
 # Now and then a few answers are long, so that requests outgrow the blocks there are.
 LONG_ANSWER = 40
 NUM_TALKS = 4
-MAX_IN_FLIGHT = (1, 4, 8, 12, 12, 16, 16, 16)
+MAX_IN_FLIGHT = (2, 4, 8, 12, 16, 16)
 PHASE_LEN = 40
 
 Ending = Literal["answered", "cancelled", "closed"]
@@ -101,9 +101,9 @@ def _drawn(draw: random.Random, asks: Sequence[Ask]) -> list[Ask]:
         return [ask] * draw.randint(2, 4)
     if kind < 0.37:
         return _turns(draw, ask, draw.randint(2, 5))
-    if kind < 0.385:
+    if kind < 0.38:
         long = replace(ask, max_tokens=LONG_ANSWER)
-        return [replace(long, question=_question(draw)) for _ in range(5)]
+        return [replace(long, question=_question(draw)) for _ in range(8)]
     return [ask]
 
 

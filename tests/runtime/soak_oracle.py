@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from daric_rag import TokenPrompt
@@ -12,7 +12,7 @@ from daric_rag.selection import Span
 from tests.reference.dense import DenseReference
 from tests.reference.outputs import Continuation, KVCache
 from tests.reference.prompts import TokenIds
-from tests.runtime.harness import Harness, Tolerance, common_len
+from tests.runtime.harness import Harness, Tolerance
 from tests.runtime.soak import Answer
 
 # A near tie of the reference's own two best tokens may fall either way.
@@ -33,36 +33,55 @@ class MemoReference(DenseReference):
         return self._chunks[key]
 
 
-@dataclass(frozen=True)
-class Past:
-    """What a conversation's last turn left: its tokens, the answer's too, and KV."""
+class Blocks:
+    """What a conversation's turns left in the prefix cache, by all tokens up to there.
 
-    token_ids: TokenIds
-    cache: KVCache
+    A block is what the last turn that computed it made of it. That turn need not be
+    the one before: a conversation that shrank may come to the same documents again.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._blocks: dict[TokenIds, KVCache] = {}
+
+    def prefix(self, token_ids: TokenIds, prefix_len: int) -> KVCache:
+        """The leading blocks of a prompt; all of them must have been left."""
+        assert prefix_len % self._block_size == 0, f"{prefix_len} tokens: half a block"
+        ends = range(self._block_size, prefix_len + 1, self._block_size)
+        known = [token_ids[:end] in self._blocks for end in ends]
+        assert all(known), f"nobody left a prefix of {prefix_len} tokens"
+        return reduce(KVCache.then, (self._blocks[token_ids[:end]] for end in ends))
+
+    def leave(self, token_ids: TokenIds, cache: KVCache, prefix_len: int) -> None:
+        """A turn computed what is beyond its prefix."""
+        size = self._block_size
+        for end in range(prefix_len + size, len(token_ids) + 1, size):
+            self._blocks[token_ids[:end]] = cache.between(end - size, end)
 
 
 class Oracle:
     """Holds answers against the dense reference, each under its own output.
 
-    A conversation's turn depends on what the one before it left in the prefix cache,
-    of which it takes as many whole blocks as it reports.
+    A conversation's turn depends on what earlier ones left in the prefix cache, of
+    which it takes as many whole blocks as it reports.
 
     Attributes:
         num_ties: Answers with a near tie that fell the other way.
-        num_prefixed: Turns that took blocks of the turn before.
+        num_prefixed: Turns that took blocks of earlier ones.
     """
 
     def __init__(self, reference: DenseReference, harness: Harness) -> None:
         self._reference = MemoReference(reference.model)
         self._engine = harness.engine
-        self._pasts: dict[str, Past] = {}
+        self._talks: dict[str, Blocks] = {}
         self._known: dict[tuple[Any, ...], Continuation] = {}
         self.num_ties = self.num_prefixed = 0
 
     def check(self, answer: Answer) -> None:
         """Every token is the reference's best one, with its log-probability."""
         completion = answer.completion
-        assert len(completion.token_ids) == answer.ask.max_tokens
+        num_tokens = len(completion.token_ids)
+        assert num_tokens == answer.ask.max_tokens, f"{num_tokens} tokens came"
         layout = self._engine.layout(TokenPrompt(answer.chunks))
         if answer.talk is not None:
             expected = self._turn(answer, layout)
@@ -96,13 +115,10 @@ class Oracle:
 
     def _turn(self, answer: Answer, layout: PromptLayout) -> Continuation:
         assert answer.talk is not None
-        past = self._pasts.get(answer.talk)
+        blocks = self._talks.setdefault(answer.talk, Blocks(self._engine.block_size))
         prefix_len, prefix = answer.completion.reuse.gpu_prefix_tokens, None
         if prefix_len:
-            assert past is not None
-            assert prefix_len % self._engine.block_size == 0
-            assert prefix_len <= common_len(layout.token_ids, past.token_ids)
-            prefix = past.cache.between(0, prefix_len)
+            prefix = blocks.prefix(layout.token_ids, prefix_len)
             self.num_prefixed += 1
         prefill = self._reference.daric_prefill(
             layout.token_ids, layout.spans, _windows(answer, layout), prefix
@@ -110,7 +126,7 @@ class Oracle:
         token_ids = answer.completion.token_ids
         expected, cache = self._reference.follow(prefill, token_ids)
         # The last token of an answer is never computed.
-        self._pasts[answer.talk] = Past((*layout.token_ids, *token_ids[:-1]), cache)
+        blocks.leave((*layout.token_ids, *token_ids[:-1]), cache, prefix_len)
         return expected
 
 
