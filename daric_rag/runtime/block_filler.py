@@ -102,7 +102,11 @@ class BlockFiller:
     ) -> None:
         for index, blocks in batch.block_ids.items():
             self._chunks.seed(missing[index], blocks)
-        for wave in batch.waves:
+        for number, wave in enumerate(batch.waves, 1):
+            if number == len(batch.waves):
+                for piece in wave:
+                    blocks = batch.block_ids[piece.index]
+                    self._chunks.expect_saves(missing[piece.index], blocks)
             passes.run(
                 [
                     SubRequest(

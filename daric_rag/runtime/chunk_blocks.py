@@ -166,6 +166,15 @@ class ChunkBlocks:
                 place_until=entry.num_tokens,
             )
 
+    def expect_saves(self, entry: MissingChunk, blocks: Sequence[int]) -> None:
+        """The next pass completes a chunk, so that it may be saved meanwhile."""
+        if not self._mover.is_layerwise:
+            return
+        for index in range(len(entry.loaded), len(entry.chunk.keys)):
+            start, end = entry.chunk.segment_span(index)
+            identity = self._identity(entry, index)
+            self._mover.expect_save(identity, blocks, start, end - start)
+
     def harvest(self, entry: MissingChunk, blocks: Sequence[int]) -> set[str]:
         """Save a generated chunk and place it wherever it is wanted.
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from daric_rag.config import DaricConfig
-from daric_rag.errors import UnsupportedModelError
 from daric_rag.runtime.gate import MAX_GATE_TOKENS, check_cached_keys
 from daric_rag.runtime.identity import model_fields, namespace_root
 from daric_rag.runtime.kv_codec import KvShape, codec_of
@@ -21,9 +20,8 @@ from daric_rag.runtime.scratch import ScratchBlocks
 from daric_rag.runtime.serving import CONFIG_KEY, STORE_KEY
 from daric_rag.runtime.step_builder import RunPass
 from daric_rag.runtime.store_view import StoreView
-from daric_rag.runtime.support import check_vllm_config
+from daric_rag.runtime.support import check_vllm_config, only_spec
 from daric_rag.runtime.vllm_api import (
-    FullAttentionSpec,
     KVConnectorBase_V1,
     KVConnectorPromMetrics,
     KVConnectorRole,
@@ -79,7 +77,7 @@ class DaricConnector(KVConnectorBase_V1):
         """
         super().__init__(vllm_config, role, kv_cache_config)
         check_vllm_config(vllm_config)
-        spec = _only_spec(kv_cache_config)
+        spec = only_spec(kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
         config = DaricConfig.from_dict(extra.get(CONFIG_KEY, {}))
         scheduler = vllm_config.scheduler_config
@@ -143,7 +141,7 @@ class DaricConnector(KVConnectorBase_V1):
 
     def verify_model(self, run_pass: RunPass) -> None:
         """Refuse a model whose cached keys are not what re-encoding assumes."""
-        block_size = _only_spec(self._kv_cache_config).block_size
+        block_size = only_spec(self._kv_cache_config).block_size
         per_pass = self._vllm_config.scheduler_config.max_num_batched_tokens
         token_ids = [_GATE_TOKEN] * min(MAX_GATE_TOKENS, block_size, per_pass)
         keys = self.worker.cached_keys_of(token_ids, run_pass)
@@ -215,7 +213,7 @@ class DaricConnector(KVConnectorBase_V1):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Take the pool that scratch blocks are borrowed from."""
-        spec = _only_spec(self._kv_cache_config)
+        spec = only_spec(self._kv_cache_config)
         scheduler = self._vllm_config.scheduler_config
         self.scheduler.bind_scratch(
             ScratchBlocks(
@@ -310,23 +308,3 @@ class DaricConnector(KVConnectorBase_V1):
             self.worker.close()
         else:
             self._probe.close()
-
-
-def _only_spec(kv_cache_config: Any) -> Any:
-    groups = kv_cache_config.kv_cache_groups
-    spec: Any = groups[0].kv_cache_spec if groups else None
-    supported = (
-        len(groups) == 1
-        and type(spec) is FullAttentionSpec
-        and spec.sliding_window is None
-        and spec.attention_chunk_size is None
-        and not kv_cache_config.needs_kv_cache_zeroing
-    )
-    if not supported:
-        kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-        raise UnsupportedModelError(
-            f"the model's KV cache is {kinds}; daric_rag serves models with full "
-            f"attention in every layer (no sliding window, no Mamba, no MLA). Run this "
-            f"model with vLLM alone"
-        )
-    return spec

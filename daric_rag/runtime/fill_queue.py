@@ -156,6 +156,10 @@ class FillQueue:
                 subs += _recompute(job, budget)
         return subs
 
+    def expect_saves(self, chunks: ChunkBlocks) -> None:
+        """The pass of `next_pass` is the next one to run."""
+        self._generations.expect_saves(chunks)
+
     def complete(
         self, chunks: ChunkBlocks, report: DaricWorkerMetadata, started_s: float
     ) -> None:

@@ -136,6 +136,12 @@ class Generations:
                 subs.append(SubRequest(entry.token_ids, start, end, generation.blocks))
         return subs
 
+    def expect_saves(self, chunks: ChunkBlocks) -> None:
+        """The pass that was put together last is the next one to run."""
+        for generation in self._generations.values():
+            if generation.in_pass == generation.entry.num_tokens:
+                chunks.expect_saves(generation.entry, generation.blocks)
+
     def complete_pass(self, chunks: ChunkBlocks) -> tuple[list[MissingChunk], set[str]]:
         """The pass has run: save and place the chunks that it completed.
 

@@ -57,6 +57,11 @@ class KvMover:
         self._expected: dict[SegmentKey, LayerSave] = {}
         self._warned: set[str] = set()
 
+    @property
+    def is_layerwise(self) -> bool:
+        """Whether `expect_save` is of any use."""
+        return self._transfers.is_layerwise
+
     def is_near(self, key: SegmentKey) -> bool:
         """Whether this rank's record of a segment is in memory."""
         return self._store.in_memory(self._ranks.to_record(key))

@@ -158,6 +158,7 @@ class StepRun:
         if taken and room >= share and seats >= 1:
             subs = self._queue.next_pass(Limits(room, seats), self._chunks)
             self._has_joined = bool(subs)
+            self._queue.expect_saves(self._chunks)
             return joining + subs
         # In a pass of its own nothing is sampled, which pays where there is nobody to
         # sample for.
@@ -168,6 +169,7 @@ class StepRun:
         if joining:
             # The queue may attend to blocks that these fill, through a shared prefix.
             self._passes.run(joining)
+        self._queue.expect_saves(self._chunks)
         self._passes.run(subs)
         self._queue.complete(self._chunks, self.report, self._pass_started_s)
         return []

@@ -9,9 +9,9 @@ from typing import Any
 
 from daric_rag.errors import ConfigError, UnsupportedModelError
 from daric_rag.runtime.rope import check_rope_type
-from daric_rag.runtime.vllm_api import VllmConfig
+from daric_rag.runtime.vllm_api import FullAttentionSpec, VllmConfig
 
-__all__ = ["check_vllm_config"]
+__all__ = ["check_vllm_config", "only_spec"]
 
 # The gate that a model passes at start needs a few positions to turn keys at.
 _MIN_TOKENS_PER_PASS = 16
@@ -76,3 +76,28 @@ def _has_sliding_window(model: Any) -> bool:
     wanted = getattr(model.hf_text_config, "use_sliding_window", True)
     window = getattr(model.hf_text_config, "sliding_window", None)
     return bool(wanted and window and not model.disable_sliding_window)
+
+
+def only_spec(kv_cache_config: Any) -> Any:
+    """Return the one specification of a model's KV cache.
+
+    Raises:
+        UnsupportedModelError: There are several, or it is not full attention.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    spec: Any = groups[0].kv_cache_spec if groups else None
+    supported = (
+        len(groups) == 1
+        and type(spec) is FullAttentionSpec
+        and spec.sliding_window is None
+        and spec.attention_chunk_size is None
+        and not kv_cache_config.needs_kv_cache_zeroing
+    )
+    if not supported:
+        kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+        raise UnsupportedModelError(
+            f"the model's KV cache is {kinds}; daric_rag serves models with full "
+            f"attention in every layer (no sliding window, no Mamba, no MLA). Run this "
+            f"model with vLLM alone"
+        )
+    return spec

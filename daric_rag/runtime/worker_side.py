@@ -286,6 +286,8 @@ class WorkerSide:
 
     def _expect(self, saves: Sequence[SaveStep]) -> None:
         mover = self._bound_mover
+        if not mover.is_layerwise:
+            return
         for save in saves:
             identity = mover.identity(save.key, save.parent, save.index, save.document)
             num_tokens = save.end - save.start

@@ -127,6 +127,25 @@ def test_every_scenario_is_the_reference(watched: Watched, name: str) -> None:
     assert (watched.num_overlaps > before) == (name != "monolithic")
 
 
+def test_generated_chunks_are_saved_beside_the_pass_that_completes_them(
+    watched: Watched,
+) -> None:
+    """In the step that admits them, and over several steps."""
+    harness = watched.harness
+    for seed, lens, num_segments in (
+        (72, LENS, 1 + 1 + 1),
+        (73, (37, 2100, 600, 1500, 23), 1 + 9 + 3 + 6),
+    ):
+        before = watched.transfers.num_saved
+        completion, layout = harness.run(random_prompt(seed, lens).chunks)
+        harness.check(completion, layout)
+        assert watched.transfers.num_saved == before + num_segments
+        harness.engine.clear_prefix_cache()
+        completion, layout = harness.run(random_prompt(seed, lens).chunks)
+        harness.check(completion, layout)
+        assert completion.reuse.hit_tokens == sum(lens[:-1])
+
+
 def test_what_a_pass_completes_in_place_is_saved_beside_it(watched: Watched) -> None:
     harness, before = watched.harness, watched.transfers.num_saved
     prompt = random_prompt(70, LENS)

@@ -85,6 +85,9 @@ class Chunks:
     def seed(self, entry: MissingChunk, blocks: Sequence[int]) -> None:
         """Nothing was loaded."""
 
+    def expect_saves(self, entry: MissingChunk, blocks: Sequence[int]) -> None:
+        """Saved when it is harvested."""
+
     def harvest(self, entry: MissingChunk, blocks: Sequence[int]) -> set[str]:
         wanted = {step.req_id for step, _ in entry.wanted}
         self.harvested.append((entry.key, tuple(blocks), wanted))
