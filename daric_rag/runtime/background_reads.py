@@ -2,18 +2,21 @@
 
 Records in memory are there at once. Others are read by a thread, a few chunks at a time
 in the order of the prompts. They have as long as computing them and all before them in
-their request would take; then they are given up and generated like any other miss. So a
-disk that is slower than the engine, or that hangs, costs a request little more than
-computing it costs anyway, and nobody has to know beforehand which disk is slow.
+their request would take, not counting what is read for others before; then they are
+given up and generated like any other miss. So a disk that is slower than the engine, or
+that hangs, costs a request little more than computing it costs anyway, and nobody has
+to know beforehand which disk is slow.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from daric_rag.keys import SegmentKey
 from daric_rag.runtime.pace import Pace
@@ -30,8 +33,34 @@ ChunkSegments = tuple[Sequence[SegmentKey], Sequence[int]]
 
 # Chunks of so many tokens are read at a time, their files side by side.
 _GROUP_LEN = 1024
-# How long closing waits for reads that nobody wants any more.
+_LOOK_AGAIN_S = 0.05
+# How long closing waits for a read that nobody wants any more.
 _CLOSE_TIMEOUT_S = 5.0
+# A request's time runs from when the thread comes to it, and at most so many times as
+# long from its beginning.
+_MOST_ALLOWANCES = 4
+
+
+@dataclass(slots=True)
+class _Clock:
+    """A request's time.
+
+    Attributes:
+        begun_s: When it began, of `time.perf_counter`.
+        read_s: When the thread came to it; None before.
+    """
+
+    begun_s: float
+    read_s: float | None = None
+
+    def deadline_s(self, allowance_s: float) -> float:
+        """Return when an allowance is used up, as far as is known by now."""
+        latest_s = self.begun_s + _MOST_ALLOWANCES * allowance_s
+        return (
+            latest_s
+            if self.read_s is None
+            else min(latest_s, self.read_s + allowance_s)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +69,22 @@ class PendingRead:
 
     Attributes:
         keys: The segments, [n].
-        deadline_s: When it is given up, of `time.perf_counter`.
+        allowance_s: Seconds after which it is given up.
+        clock: Of its request.
         future: Records of these segments and of others read with them.
         offset: Of the first of them there.
     """
 
     keys: tuple[SegmentKey, ...]
-    deadline_s: float
+    allowance_s: float
+    clock: _Clock
     future: Future[Records]
     offset: int = 0
+
+    @property
+    def deadline_s(self) -> float:
+        """When it is given up, of `time.perf_counter`; may come nearer."""
+        return self.clock.deadline_s(self.allowance_s)
 
     @property
     def is_settled(self) -> bool:
@@ -88,8 +124,8 @@ class BackgroundReads:
     ) -> None:
         self._read, self._is_near, self._pace = read, is_near, pace
         self._on_exit = on_exit
-        self._thread: ThreadPoolExecutor | None = None
-        self._running: set[Future[Records]] = set()
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def start(self, chunks: Sequence[ChunkSegments]) -> list[PendingRead]:
         """Begin to read a request's chunks.
@@ -100,33 +136,38 @@ class BackgroundReads:
         Returns:
             One read per chunk; those of records in memory are settled.
         """
-        started_s = time.perf_counter()
+        clock = _Clock(time.perf_counter())
         num_tokens = 0
         reads: list[PendingRead] = []
         for group in self._groups(chunks):
             num_tokens += sum(sum(lens) for _, lens in group)
-            deadline_s = started_s + self._pace.allowance_s(num_tokens)
+            allowance_s = self._pace.allowance_s(num_tokens)
             future = self._submit(
                 [key for keys, _ in group for key in keys],
                 [length for _, lens in group for length in lens],
+                clock,
             )
             offset = 0
             for keys, _ in group:
-                reads.append(PendingRead(tuple(keys), deadline_s, future, offset))
+                reads.append(
+                    PendingRead(tuple(keys), allowance_s, clock, future, offset)
+                )
                 offset += len(keys)
         return reads
 
     def close(self) -> None:
-        """Drop what has not begun; wait a little for what has."""
+        """Drop what has not begun; wait a little for what has.
+
+        A read that hangs does not keep the process: its thread is a daemon.
+        """
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        running = list(self._running)  # which shrinks meanwhile
-        for future in running:
-            future.cancel()
-        thread.submit(self._on_exit)
-        _, hanging = wait(running, _CLOSE_TIMEOUT_S)
-        thread.shutdown(wait=not hanging)
+        with suppress(queue.Empty):
+            while work := self._queue.get_nowait():
+                work.future.cancel()
+        self._queue.put(None)
+        thread.join(_CLOSE_TIMEOUT_S)
 
     def _groups(self, chunks: Sequence[ChunkSegments]) -> Iterator[list[ChunkSegments]]:
         """Put together what is read at a time; nothing joins what is in memory."""
@@ -145,25 +186,50 @@ class BackgroundReads:
             yield group
 
     def _submit(
-        self, keys: Sequence[SegmentKey], lens: Sequence[int]
+        self, keys: Sequence[SegmentKey], lens: Sequence[int], clock: _Clock
     ) -> Future[Records]:
-        if not all(map(self._is_near, keys)):
-            # Where no thread can be started, reading here is better than not at all.
-            with suppress(RuntimeError):
-                return self._submit_to_thread(keys, lens)
-        done: Future[Records] = Future()
-        done.set_result(self._read(keys, lens))
-        return done
+        work = _Work(keys, lens, clock)
+        # Where no thread can be started, reading here is better than not at all.
+        if all(map(self._is_near, keys)) or not self._has_thread():
+            work.run(self._read)
+        else:
+            self._queue.put(work)
+        return work.future
 
-    def _submit_to_thread(
-        self, keys: Sequence[SegmentKey], lens: Sequence[int]
-    ) -> Future[Records]:
+    def _has_thread(self) -> bool:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="daric-load")
-        future = self._thread.submit(self._read, keys, lens)
-        self._running.add(future)
-        future.add_done_callback(self._running.discard)
-        return future
+            thread = threading.Thread(
+                target=self._serve, name="daric-load", daemon=True
+            )
+            with suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
+        return self._thread is not None
+
+    def _serve(self) -> None:
+        while (work := self._queue.get()) is not None:
+            if work.clock.read_s is None:
+                work.clock.read_s = time.perf_counter()
+            work.run(self._read)
+        self._on_exit()
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Segments to be read at a time, for a request."""
+
+    keys: Sequence[SegmentKey]
+    lens: Sequence[int]
+    clock: _Clock
+    future: Future[Records] = field(default_factory=Future)
+
+    def run(self, read: ReadFn) -> None:
+        """Read them, unless they are not wanted any more."""
+        if self.future.set_running_or_notify_cancel():
+            try:
+                self.future.set_result(read(self.keys, self.lens))
+            except BaseException as error:
+                self.future.set_exception(error)
 
 
 def wait_for_any(reads: Sequence[PendingRead], timeout_s: float) -> None:
@@ -176,4 +242,7 @@ def wait_for_any(reads: Sequence[PendingRead], timeout_s: float) -> None:
 def wait_for_all(reads: Sequence[PendingRead]) -> None:
     """Return when all of some reads are settled."""
     for read in reads:
-        wait([read.future], max(0.0, read.deadline_s - time.perf_counter()))
+        # Again and again, because deadlines come nearer.
+        while not read.is_settled:
+            left_s = read.deadline_s - time.perf_counter()
+            wait([read.future], min(_LOOK_AGAIN_S, max(0.0, left_s)))

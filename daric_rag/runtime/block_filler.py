@@ -88,7 +88,6 @@ class BlockFiller:
             served: set[str] = set()
             for index, blocks in batch.block_ids.items():
                 served |= self._chunks.harvest(missing[index], blocks)
-            self._chunks.settle()
             spent_s = time.perf_counter() - started_s
             for req_id in served:
                 self._report.report_of(req_id).generation_s += spent_s

@@ -150,7 +150,6 @@ class ChunkBlocks:
             entry = MissingChunk(chunk, ids, loaded)
             entry = missing.setdefault(entry.key, entry)
             entry.wanted.append((step, chunk))
-        self._mover.settle()
         report = self._report.report_of(step.req_id)
         report.loaded_bytes += sum(r.record_bytes for r in records.values())
 
@@ -202,10 +201,6 @@ class ChunkBlocks:
             self._place(records, request, chunk)
         return {request.req_id for request, _ in entry.wanted}
 
-    def settle(self) -> None:
-        """Return when no copy to the device is under way."""
-        self._mover.settle()
-
     def _known_segments(self, chunk: ChunkPlan) -> tuple[list[SegmentKey], list[int]]:
         """Return keys and lengths of the segments that the store may have."""
         known = range(self._num_known(chunk))
@@ -216,21 +211,21 @@ class ChunkBlocks:
         self, step: RequestStep, parts: Sequence[ChunkRead]
     ) -> dict[SegmentKey, Record]:
         """Return what the reads brought, as far as every rank has it; collective."""
-        keys: list[SegmentKey] = []
+        reading = [(part.chunk, part.read) for part in parts if part.read is not None]
+        taken = [read.take() for _, read in reading]
+        keys = [key for _, read in reading for key in read.keys]
         records: list[Record | None] = []
-        for part in parts:
-            if part.read is None:
-                continue
-            taken = part.read.take()
-            if taken is None:
-                self._report.report_of(step.req_id).late_tokens += part.chunk.hit_len
-                self._late.update(part.read.keys)
-            keys += part.read.keys
-            records += taken or [None] * len(part.read.keys)
-        on_all = self._mover.agree([record is not None for record in records])
+        for records_of, (_, read) in zip(taken, reading, strict=True):
+            records += records_of or [None] * len(read.keys)
+        # One flag per record, then one per read.
+        flags = self._mover.agree([item is not None for item in (*records, *taken)])
+        for in_time, (chunk, read) in zip(flags[len(keys) :], reading, strict=True):
+            if not in_time:
+                self._report.report_of(step.req_id).late_tokens += chunk.hit_len
+                self._late.update(read.keys)
         return {
             key: record
-            for key, record, readable in zip(keys, records, on_all, strict=True)
+            for key, record, readable in zip(keys, records, flags, strict=False)
             if record is not None and readable
         }
 

@@ -3,8 +3,8 @@
 To vLLM such a request waits for a transfer. What arrives is read from the store in the
 background, or computed by the engine itself: in each step, beside whatever vLLM
 scheduled, one pass's worth of it. So neither a slow disk nor a cold prompt of any
-length makes a step longer than vLLM's own chunked prefill would, and running requests
-go on decoding. A request's life in the queue::
+length makes a step longer than one and a quarter of vLLM's longest own ones, and
+running requests go on decoding. A request's life in the queue::
 
     admitted    what is in memory is re-encoded and placed
     reading     the rest as it arrives, or is given up
@@ -88,8 +88,9 @@ class FillQueue:
 
     @property
     def backlog_len(self) -> int:
-        """Tokens still to be computed."""
-        windows = sum(total_len(job.windows) for job in self._jobs.values())
+        """Tokens that can be computed by now."""
+        jobs = [job for job in self._jobs.values() if not job.reading]
+        windows = sum(total_len(job.windows) for job in jobs)
         return self._generations.backlog_len + windows
 
     def hold(self, block_ids: tuple[int, ...]) -> None:

@@ -160,7 +160,6 @@ class Generations:
                 chunks.harvest(entry, generation.blocks)
                 del self._generations[key]
                 completed.append(entry)
-        chunks.settle()
         return completed, served
 
     def _lend(

@@ -22,7 +22,9 @@ def scatter_by_slots(
 ) -> None:
     """Write tokens by the kernel's own operator; see `KvLayout.scatter`."""
     end = start + keys.shape[1]
-    slots = torch.tensor(slots_of(block_ids, start, end, block_size))
+    slots = torch.tensor(
+        slots_of(block_ids, start, end, block_size), device=keys.device
+    )
     for layer, (layer_k, layer_v) in enumerate(zip(keys, values, strict=True)):
         write_slots(layer, layer_k.contiguous(), layer_v.contiguous(), slots)
 

@@ -151,12 +151,6 @@ class KvMover:
             return set(), set()
         return evicted, demoted
 
-    def settle(self) -> None:
-        """Return when records that were placed may be let go, which is at once.
-
-        Those that are still being read from are held. See `Transfers.place`.
-        """
-
     def forget(self) -> None:
         """Drop what a step that failed had placed or expected, and not started.
 
@@ -196,6 +190,8 @@ class KvMover:
         """
         if not self._transfers.is_layerwise:
             return
+        if SegmentKey(identity.key) in self._expected:
+            return  # of another request, with the same bytes
         header = self._header(identity, num_tokens)
         payload = self._allocate(header.payload_len, header.parent_key)
         save = LayerSave(payload, tuple(block_ids), start, num_tokens)

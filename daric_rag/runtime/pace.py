@@ -9,8 +9,9 @@ _LEAST_LEN = 64
 _WEIGHT = 0.3
 # Even a good disk needs so long for the first record after a pause.
 _LEAST_ALLOWANCE_S = 0.25
-# Before anything was computed there is nothing to compare with.
-_FIRST_ALLOWANCE_S = 30.0
+# Before anything was computed there is nothing to compare with. A request that is
+# alone reads within its step, and whoever comes meanwhile waits as well.
+_FIRST_ALLOWANCE_S = 3.0
 
 
 class Pace:
@@ -20,6 +21,11 @@ class Pace:
         """Know nothing yet."""
         self._token_s: float | None = None
 
+    @staticmethod
+    def counts(num_tokens: int) -> bool:
+        """Whether a pass of so many tokens is taken into account."""
+        return num_tokens >= _LEAST_LEN
+
     def note(self, num_tokens: int, spent_s: float) -> None:
         """Take a forward pass into account.
 
@@ -27,7 +33,7 @@ class Pace:
             num_tokens: Of all its sequences.
             spent_s: Seconds that it took.
         """
-        if num_tokens < _LEAST_LEN:
+        if not self.counts(num_tokens):
             return
         token_s = spent_s / num_tokens
         if self._token_s is None:

@@ -81,7 +81,12 @@ class SchedulerSide:
         salt = request.cache_salt or ""
         own_salt = wire is not None and wire.conversation is None
         self._tracked[request.request_id] = TrackedRequest(
-            wire, salt, own_salt, request.num_prompt_tokens, reason
+            wire,
+            salt,
+            own_salt,
+            request.num_prompt_tokens,
+            reason,
+            priority=request.priority,
         )
 
     def match(self, request: Any, gpu_prefix_len: int) -> tuple[int | None, bool]:
@@ -105,8 +110,10 @@ class SchedulerSide:
             return None, False
         if tracked is None or tracked.wire is None or tracked.reason:
             return 0, False
-        filling = (self._tracked.get(req_id) for req_id in self._filling)
-        if awaits_twin(tracked, request.prompt_token_ids, filling):
+        filling = [self._tracked.get(req_id) for req_id in self._filling]
+        if self._pool.has_prefix_cache and awaits_twin(
+            tracked, request.prompt_token_ids, filling
+        ):
             # Nobody behind it has to wait for that.
             return None, False
         plan = None
@@ -220,7 +227,9 @@ class SchedulerSide:
         self._ended.count()
         for req_id in filled:
             self._saving.forget(req_id)
-            self._view.promote(self._filling.pop(req_id, ()))
+            keys = self._filling.pop(req_id, ())
+            if req_id in self._tracked:  # else nobody may have read them
+                self._view.promote(keys)
         if not self._filling:
             self._pool.release()
 

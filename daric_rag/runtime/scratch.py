@@ -33,6 +33,11 @@ class ScratchBlocks:
         self._capacity = pool.num_gpu_blocks - 1
 
     @property
+    def has_prefix_cache(self) -> bool:
+        """Whether a request may take another one's blocks."""
+        return bool(self._pool.enable_caching)
+
+    @property
     def block_ids(self) -> tuple[int, ...]:
         """What this step has borrowed."""
         return tuple(block.block_id for block in self._borrowed)

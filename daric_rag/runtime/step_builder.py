@@ -237,6 +237,9 @@ class StepPasses:
 
     def end(self) -> None:
         """The last pass has run."""
+        if self._pace.counts(self._num_tokens) and torch.accelerator.is_available():
+            # It was only launched; who samples from it would wait here anyway.
+            torch.accelerator.synchronize()
         self._pace.note(self._num_tokens, time.perf_counter() - self._started_s)
 
     def _begun(self, scheduled: SchedulerOutput) -> SchedulerOutput:

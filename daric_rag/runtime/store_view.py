@@ -25,7 +25,7 @@ class StoreView:
 
     It decides nothing about eviction: the store's own tiers do, and report it. A view
     that is behind costs time and never correctness, because a record that turns out
-    to be missing is generated in the step that wanted it.
+    to be missing is generated where it is wanted.
 
     Args:
         root_of: From a namespace to its root.

@@ -46,6 +46,7 @@ class TrackedRequest:
         saved_tokens: Written to the store for it.
         arrived_s: When it arrived, of `time.perf_counter`.
         wait_s: Seconds until it was first admitted.
+        priority: vLLM's; a lower one goes first.
     """
 
     wire: RequestWire | None
@@ -63,6 +64,7 @@ class TrackedRequest:
     saved_tokens: int = 0
     arrived_s: float = field(default_factory=time.perf_counter)
     wait_s: float = 0.0
+    priority: int = 0
 
     @property
     def filled_from(self) -> int:
@@ -109,7 +111,8 @@ def awaits_twin(
     """Return whether the blocks of the same prompt are being filled already.
 
     Several answers to one prompt begin like that. Once the first one's blocks are
-    filled, the prefix cache has them for the others.
+    filled, the prefix cache has them for the others. Nobody waits for a less urgent
+    one.
 
     Args:
         tracked: The request.
@@ -117,7 +120,10 @@ def awaits_twin(
         filling: Asynchronous requests that the worker side is not done with.
     """
     return any(
-        twin is not None and twin.salt == tracked.salt and twin.token_ids == token_ids
+        twin is not None
+        and twin.salt == tracked.salt
+        and twin.priority <= tracked.priority
+        and twin.token_ids == token_ids
         for twin in filling
     )
 

@@ -280,7 +280,9 @@ class WorkerSide:
         if self._reads is not None:
             self._reads.close()
         if self._transfers is not None:
-            self._transfers.settle()
+            # What a broken device has to say must not keep the store open.
+            with suppress(Exception):
+                self._transfers.settle()
         self._unpin()
         self.store.close()
 

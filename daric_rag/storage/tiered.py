@@ -239,8 +239,9 @@ class TieredStore:
 
         Bounded, oldest forgotten; each is told once.
         """
-        demoted = dict.fromkeys(self._demoted)
-        self._demoted.clear()
+        demoted: dict[bytes, None] = {}
+        while self._demoted:
+            demoted[self._demoted.popleft()] = None
         return [key for key in demoted if not self.in_memory(key)]
 
     def keys(self) -> list[bytes]:

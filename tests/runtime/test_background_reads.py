@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from daric_rag.keys import SegmentKey
+from daric_rag.runtime import background_reads
 from daric_rag.runtime.background_reads import (
     BackgroundReads,
     Records,
@@ -48,6 +49,12 @@ class Disk:
         assert len(wanted) == len(lens)
         return list(wanted)  # type: ignore[arg-type]
 
+    def wait_until_reading(self, number: int) -> None:
+        deadline_s = time.monotonic() + 30
+        while number not in self.order and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        assert number in self.order
+
 
 @pytest.fixture
 def disk_of() -> Callable[..., Disk]:
@@ -84,9 +91,41 @@ def test_a_read_has_as_long_as_computing_it_and_all_before_it(
     before_s = time.perf_counter()
     chunks = [(keys(number), [600]) for number in (101, 102, 1, 103)]
     first, second, _, third = disk.reads.start(chunks)
+    disk.wait_until_reading(101)
     assert first.deadline_s - before_s == pytest.approx(0.25 + 6.0, abs=0.1)
     assert second.deadline_s - first.deadline_s == pytest.approx(6.0)
     assert third.deadline_s - second.deadline_s == pytest.approx(12.0)
+
+
+def test_what_is_read_for_others_before_does_not_count(
+    disk_of: Callable[..., Disk],
+) -> None:
+    """But for four times its own time: the thread may never come to it."""
+    disk = disk_of(token_s=0.01)
+    disk.reads.start([(keys(101), [600])])
+    disk.wait_until_reading(101)
+    before_s = time.perf_counter()
+    (queued,) = disk.reads.start([(keys(102), [600])])
+    assert queued.deadline_s - before_s == pytest.approx(4 * 6.25, abs=0.1)
+    time.sleep(0.05)
+    disk.go.release()
+    disk.wait_until_reading(102)
+    assert 0.05 + 6.25 <= queued.deadline_s - before_s < 8
+
+
+def test_a_read_that_hangs_keeps_nobody_from_closing(
+    disk_of: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_reads, "_CLOSE_TIMEOUT_S", 0.05)
+    disk = disk_of()
+    disk.reads.start([(keys(101), [600])])
+    disk.wait_until_reading(101)
+    disk.reads.close()
+    (thread,) = [t for t in threading.enumerate() if t.name == "daric-load"]
+    assert thread.daemon
+    disk.go.release()
+    thread.join(30)
+    assert disk.exits == ["daric-load"]
 
 
 def test_short_chunks_are_read_together(disk_of: Callable[..., Disk]) -> None:
@@ -143,14 +182,14 @@ def test_closing_does_not_wait_for_what_has_not_begun(
     disk.reads.close()
     assert [read.future.cancelled() for read in reads] == [False, True, True]
     assert disk.order == [101]
-    assert disk.exits == ["daric-load_0"]
+    assert disk.exits == ["daric-load"]
 
 
 # ------------------------------------------------------------------------------ pace
 
 
 def test_nothing_computed_yet_leaves_much_time() -> None:
-    assert Pace().allowance_s(100) == Pace().allowance_s(5000) >= 10
+    assert Pace().allowance_s(100) == Pace().allowance_s(5000) >= 2
 
 
 def test_the_pace_follows_recent_passes() -> None:

@@ -14,7 +14,11 @@ import pytest
 from daric_rag.chunk_plan import ChunkPlan
 from daric_rag.config import DaricConfig
 from daric_rag.keys import ModelFingerprint, SegmentKey, segment_keys
-from daric_rag.runtime.background_reads import BackgroundReads, PendingRead
+from daric_rag.runtime.background_reads import (
+    BackgroundReads,
+    PendingRead,
+    _Clock,
+)
 from daric_rag.runtime.chunk_blocks import ChunkRead, MissingChunk
 from daric_rag.runtime.fill_queue import FillQueue
 from daric_rag.runtime.metadata import DaricWorkerMetadata
@@ -93,9 +97,6 @@ class Chunks:
         self.harvested.append((entry.key, tuple(blocks), wanted))
         return wanted
 
-    def settle(self) -> None:
-        """Nothing is under way."""
-
 
 class Filling:
     """A queue, its store, and passes of a fixed size."""
@@ -110,8 +111,8 @@ class Filling:
 
     def read(self, part: ChunkPlan, allowed_s: float = 60.0) -> PendingRead:
         """Have a chunk arrive from now on."""
-        deadline_s = time.perf_counter() + allowed_s
-        arriving = PendingRead(part.keys, deadline_s, Future())
+        clock = _Clock(time.perf_counter(), time.perf_counter())
+        arriving = PendingRead(part.keys, allowed_s, clock, Future())
         self.chunks.arriving[part] = arriving
         return arriving
 
@@ -227,6 +228,18 @@ def test_windows_wait_for_records_and_other_chunks_do_not() -> None:
     assert filling.queue.take_filled() == {"a"}
 
 
+def test_windows_that_wait_for_records_are_no_backlog() -> None:
+    """Nobody is to wait for what cannot be computed yet."""
+    filling, far = Filling(), chunk(1, 100, 150)
+    arriving = filling.read(far)
+    filling.add(request("a", far, windows=[(10, 20)]))
+    filling.run()
+    assert filling.queue.backlog_len == 0
+    arriving.future.set_result([])
+    filling.next_pass()
+    assert filling.queue.backlog_len == 10
+
+
 def test_records_that_are_too_late_are_generated_instead() -> None:
     filling, far = Filling(), chunk(1, 100, 130)
     late = filling.read(far, allowed_s=0.0)
@@ -294,7 +307,7 @@ def test_the_queue_never_runs_before_the_steps_own_windows(
     num_scheduled: int, expected: list[list[int]]
 ) -> None:
     """Its requests may attend to the blocks that those fill, by a shared prefix."""
-    mover = SimpleNamespace(exact_records=True, settle=lambda: None, agree=list)
+    mover = SimpleNamespace(exact_records=True, agree=list)
     reads = BackgroundReads(lambda keys, _: [None] * len(keys), lambda _: True, Pace())
     plan = StepPlan(
         (
@@ -323,6 +336,7 @@ class Pool:
     """A block pool with plenty of blocks."""
 
     num_gpu_blocks = 1000
+    enable_caching = True
 
     def get_num_free_blocks(self) -> int:
         return self.num_gpu_blocks - 1
@@ -463,6 +477,16 @@ def test_nobody_waits_for_a_disk_but_the_request_itself(side: SchedulerSide) -> 
     assert side.match(other, 0) == (200, False)
     side.take_report(DaricWorkerMetadata(demoted={keys[0]}))
     assert side.match(other, 0) == (200, True)
+    # One that is aborted while it reads has brought nothing to memory.
+    side.admit(other, range(25), 200)
+    side.build_step({}, lambda _: ())
+    side.finish(other)
+    side.take_report(DaricWorkerMetadata())
+    side.end_step(["other"])
+    side.track(alone)
+    next_one = vllm_request("next")
+    side.track(next_one)
+    assert side.match(next_one, 0) == (200, True)
 
 
 @pytest.fixture
@@ -489,6 +513,24 @@ def test_a_twin_waits_until_the_blocks_are_filled(filling: SchedulerSide) -> Non
     num_tokens, waits = filling.match(twin, 288)
     assert num_tokens is not None
     assert not waits
+
+
+def test_the_urgent_do_not_wait_for_a_twin(filling: SchedulerSide) -> None:
+    twin = vllm_request("twin")
+    twin.priority = -1
+    filling.track(twin)
+    num_tokens, _ = filling.match(twin, 0)
+    assert num_tokens is not None
+
+
+def test_twins_do_not_wait_where_blocks_are_not_shared(
+    filling: SchedulerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pool, "enable_caching", False)
+    twin = vllm_request("twin")
+    filling.track(twin)
+    num_tokens, _ = filling.match(twin, 0)
+    assert num_tokens is not None
 
 
 def test_a_twin_waits_for_no_request_that_ended(filling: SchedulerSide) -> None:
