@@ -79,6 +79,11 @@ class ChatChunker:
         )
         fixed = self._template.fixed_text() if self._template else ""
         self.encoder = TextEncoder(tokenizer, fixed)
+        # What templates look for in an answer, they must find there.
+        tags = self.encoder.tags
+        self._spared = (
+            self._template.looked_for(tags) if self._template else frozenset()
+        )
         self.bos = bos_of(tokenizer)
         self._cache = TokenCache(_MAX_CACHED_CHARS)
         self._renderings: OrderedDict[object, str] = OrderedDict()
@@ -96,7 +101,7 @@ class ChatChunker:
         """
         if self._template is None:
             return self._untemplated(messages, tools)
-        skeleton = Skeleton(messages, tools, self._template, self.encoder)
+        skeleton = Skeleton(messages, tools, self._template, self.encoder, self._spared)
         text = self._rendered(self._template, skeleton)
         pieces = cut_rendering(text, skeleton, self._template)
         return self._encoded(pieces, skeleton.cut)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 __all__ = [
@@ -82,6 +82,9 @@ class TextEncoder:
     Args:
         tokenizer: The model's.
         template_text: Everything that its chat template writes itself.
+
+    Attributes:
+        tags: Spellings of the control tokens that are not special.
     """
 
     def __init__(self, tokenizer: Tokenizer, template_text: str) -> None:
@@ -99,6 +102,11 @@ class TextEncoder:
         # A plain text may hold what the vocabulary lacks.
         self._forbidden = self._control - {tokenizer.unk_token_id}
         self._id_of = {added[index].content: index for index in self._control}
+        self.tags = tuple(
+            added[index].content
+            for index in sorted(self._control)
+            if not added[index].special
+        )
         # The longest first, as tokenizers match; else a pattern that matches nothing.
         spellings = sorted(self._id_of, key=len, reverse=True)
         self._spelling = re.compile("|".join(map(re.escape, spellings)) or "(?!)")
@@ -133,14 +141,15 @@ class TextEncoder:
         # What is left has one character, or is spelt after normalisation only.
         return [i for i in ids if i not in self._forbidden]
 
-    def guarded(self, text: str, mark: str) -> str:
+    def guarded(self, text: str, mark: str, spared: Collection[str] = ()) -> str:
         """Return somebody's text for a template to write, marked where to cut it.
 
-        The parts between the marks hold no control token, and complete none with what
-        stands around them. Control tokens of one character are left out.
+        The parts between the marks hold no control token but the spared ones, and
+        complete none with what stands around them. Control tokens of one character are
+        left out.
         """
         text = text.translate(dict.fromkeys(self._single, mark))
-        text = mark.join(self._cut(text))
+        text = mark.join(self._cut(text, spared))
         near = range(1, self._longest)
         if any(text[:n] in self._endings for n in near):
             text = mark + text
@@ -177,13 +186,16 @@ class TextEncoder:
             whole += self._ours(right, goes_on=ends)
         return self.ours(head) + whole + self.ours(tail, goes_on=goes_on)
 
-    def _cut(self, text: str) -> list[str]:
+    def _cut(self, text: str, spared: Collection[str] = ()) -> list[str]:
         """Return the text in parts that spell no control token of two characters."""
         parts = []
-        start = 0
-        while match := self._spelling.search(text, start):
+        start = begin = 0
+        while match := self._spelling.search(text, begin):
+            if match[0] in spared:
+                begin = match.end()
+                continue
             parts.append(text[start : match.start() + 1])
-            start = match.start() + 1
+            start = begin = match.start() + 1
         return [*parts, text[start:]]
 
     def _ours(self, text: str, *, goes_on: bool = False) -> list[int]:
