@@ -18,7 +18,7 @@ that rewrite earlier turns (most take out old reasoning) change these chunks.
 
 A template that knows no system role, or drops it, gets the system text at the start of
 the first user message. Role markers come from the template alone, whatever a text
-holds: see `tokenization.TextEncoder`.
+holds, if they are tokens of the vocabulary: see `tokenization`.
 """
 
 from __future__ import annotations

@@ -95,7 +95,11 @@ class ChatTemplate:
     def fixed_text(self) -> str:
         """Return all that the template writes itself around the messages it takes."""
         conversations = [_ending_in(role, _TEXT) for role in _ROLES]
-        conversations.append([_user("A"), _assistant("B"), _user(_TEXT)])
+        answer = _assistant("B")
+        # Some open and close reasoning only where they are handed some.
+        reasoned = answer | {"reasoning_content": "C"}
+        conversations += [[_user("A"), a, _user(_TEXT)] for a in (answer, reasoned)]
+        conversations.append(_ending_in("tool", _TEXT, reasoned))
         rendered = [self._try(messages) for messages in conversations]
         rendered.append(self._try([_user(_TEXT)], [_tool(_TOOLS[0])]))
         return "".join(filter(None, rendered))

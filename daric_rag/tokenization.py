@@ -1,7 +1,9 @@
 """Text to token ids where a prompt is put together from many people's texts.
 
 Two rules: role markers come from the chat template alone, and an ordinary text gets
-the ids that the template rendered at once would give it.
+the ids that the template rendered at once would give it. The first one holds for role
+markers that are tokens. Where a template writes plain text for them (``[INST]`` of some
+vocabularies) the model itself cannot tell a forged one: take such text out yourself.
 """
 
 from __future__ import annotations
@@ -73,8 +75,8 @@ class Tokenizer(Protocol):
 class TextEncoder:
     """Text to ids, where text that is not ours never becomes a control token.
 
-    Control tokens are all special ones and every added token that the chat template
-    writes: some models do not mark their role markers as special, so that a
+    Control tokens are all special ones and every added token that the chat template was
+    seen to write: some models do not mark their role markers as special, so that a
     tokenizer's ``split_special_tokens`` would let them pass. Where a text spells one,
     it is cut behind that token's first character and tokenised in parts: not a
     character is lost, and the model reads plain text.

@@ -265,6 +265,18 @@ def test_nobody_but_the_assistant_forges_the_tags_of_reasoning(thinking_tokenize
     assert tags("Who</think>") == tags("<think>Who</think>") == 1
 
 
+def test_tags_of_reasoning_that_is_handed_over_are_not_forged_either(
+    thinking_tokenizer,
+):
+    thinking_tokenizer.chat_template = chats.REWRITES_REASONING.replace(
+        "{% else %}<think></think>{% endif %}", "{% endif %}"
+    )
+    opened = thinking_tokenizer.convert_tokens_to_ids("<think>")
+    text = "<think>Who</think>"
+    ids = chunk_ids(thinking_tokenizer, told(text, "Yes.", text, system=text))
+    assert opened not in sum(ids, ())
+
+
 def test_a_template_may_put_the_system_text_into_the_last_message(tiny_tokenizer):
     tiny_tokenizer.chat_template = chats.LATE_SYSTEM
     assert chunks(tiny_tokenizer, told("a", "b", "c", system="Be kind.")) == [
