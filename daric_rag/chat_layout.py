@@ -14,7 +14,16 @@ what people wrote (`chat_skeleton`), and cut into these chunks::
 A turn thus ends with the next one's role marker, so that the last chunk of a prompt
 is a whole chunk of the prompt that goes on with the answer: conversations grow by
 whole chunks where the template opens an answer and an earlier one alike. Templates
-that rewrite earlier turns (most take out old reasoning) change these chunks.
+that rewrite earlier turns (most take out old reasoning) change these chunks. So do
+tokenizers that read white space by what follows it, as GPT-2's, where an answer's
+opening ends in a blank line: at the prompt's end that is another token than before the
+answer's text, and the chunk is computed once more.
+
+Ids of a chunk depend on its neighbours in two cases. Where a template writes tools as a
+list, what separates them ends every tool's chunk but the last one's: keep tools in one
+order. Without a chat template and a system text, the first document's chunk begins with
+the tokenizer's bos: it is found there only if it came first before, and never as it was
+pre-warmed. A system text mends that.
 
 A template that knows no system role, or drops it, gets the system text at the start of
 the first user message. Role markers come from the template alone, whatever a text
