@@ -14,11 +14,20 @@ what people wrote (`chat_skeleton`), and cut into these chunks::
 A turn thus ends with the next one's role marker, so that the last chunk of a prompt
 is a whole chunk of the prompt that goes on with the answer: conversations grow by
 whole chunks where the template opens an answer and an earlier one alike. Templates
-that rewrite earlier turns (most take out old reasoning) change these chunks.
+that rewrite earlier turns (most take out old reasoning) change these chunks. So do
+tokenizers that read white space by what follows it, as GPT-2's, where an answer's
+opening ends in a blank line: at the prompt's end that is another token than before the
+answer's text, and the chunk is computed once more.
+
+Ids of a chunk depend on its neighbours in two cases. Where a template writes tools as a
+list, what separates them ends every tool's chunk but the last one's: keep tools in one
+order. Without a chat template and a system text, the first document's chunk begins with
+the tokenizer's bos: it is found there only if it came first before, and never as it was
+pre-warmed. A system text mends that.
 
 A template that knows no system role, or drops it, gets the system text at the start of
 the first user message. Role markers come from the template alone, whatever a text
-holds: see `tokenization.TextEncoder`.
+holds, if they are tokens of the vocabulary: see `tokenization`.
 """
 
 from __future__ import annotations
@@ -79,6 +88,11 @@ class ChatChunker:
         )
         fixed = self._template.fixed_text() if self._template else ""
         self.encoder = TextEncoder(tokenizer, fixed)
+        # What templates look for in an answer, they must find there.
+        tags = self.encoder.tags
+        self._spared = (
+            self._template.looked_for(tags) if self._template else frozenset()
+        )
         self.bos = bos_of(tokenizer)
         self._cache = TokenCache(_MAX_CACHED_CHARS)
         self._renderings: OrderedDict[object, str] = OrderedDict()
@@ -96,7 +110,7 @@ class ChatChunker:
         """
         if self._template is None:
             return self._untemplated(messages, tools)
-        skeleton = Skeleton(messages, tools, self._template, self.encoder)
+        skeleton = Skeleton(messages, tools, self._template, self.encoder, self._spared)
         text = self._rendered(self._template, skeleton)
         pieces = cut_rendering(text, skeleton, self._template)
         return self._encoded(pieces, skeleton.cut)

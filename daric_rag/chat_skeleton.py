@@ -10,7 +10,8 @@ What people wrote for the model to read goes in as follows::
     tool calls, tools              their fields, a sign before the name
 
 Signs are letters only, all different, and occur in none of the texts. Control tokens
-that a text forges are marked for cutting, see `TextEncoder.guarded`.
+that a text forges are marked for cutting, see `TextEncoder.guarded`; but in an
+assistant's text the template finds the tags that it looks for.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Skeleton:
         tools: Their descriptions.
         template: Of the model; nothing is rendered in full here.
         encoder: Of the model.
+        spared: Tags to be left in an assistant's text.
 
     Attributes:
         cut: Marks where forged control tokens are cut.
@@ -84,10 +86,12 @@ class Skeleton:
         tools: Sequence[Mapping[str, Any]],
         template: ChatTemplate,
         encoder: TextEncoder,
+        spared: frozenset[str] = frozenset(),
     ) -> None:
         """Write every message and tool as the template is to see it."""
         self._template = template
         self._encoder = encoder
+        self._spared = spared
         self._stem = _free_stem(messages, tools)
         self.cut = f"{self._stem}Z"
         self.signs: list[Sign] = []
@@ -170,7 +174,8 @@ class Skeleton:
     def _text(self, index: int, role: str, text: str) -> str:
         """Return a text for the template to see, with a sign at its end."""
         bare = text.rstrip()
-        written = self._guarded(bare)
+        spared = self._spared if role == "assistant" else ()
+        written = self._encoder.guarded(bare, self.cut, spared)
         if not written:
             return text
         sign = self._sign("end", index, role, text=written)

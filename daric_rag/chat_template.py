@@ -6,7 +6,7 @@ placeholders, never by reading the template.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -95,10 +95,46 @@ class ChatTemplate:
     def fixed_text(self) -> str:
         """Return all that the template writes itself around the messages it takes."""
         conversations = [_ending_in(role, _TEXT) for role in _ROLES]
-        conversations.append([_user("A"), _assistant("B"), _user(_TEXT)])
+        answer = _assistant("B")
+        # Some open and close reasoning only where they are handed some.
+        reasoned = answer | {"reasoning_content": "C"}
+        conversations += [[_user("A"), a, _user(_TEXT)] for a in (answer, reasoned)]
+        conversations.append(_ending_in("tool", _TEXT, reasoned))
         rendered = [self._try(messages) for messages in conversations]
         rendered.append(self._try([_user(_TEXT)], [_tool(_TOOLS[0])]))
         return "".join(filter(None, rendered))
+
+    def looked_for(self, tags: Sequence[str]) -> frozenset[str]:
+        """Return which tags it looks for in answers, as for those around reasoning.
+
+        Tags stand in an answer, together and each alone, and then letters in place of
+        one: a template that does not look for it writes both alike.
+        """
+        none, every = frozenset[str](), frozenset(tags)
+        shown, hidden = self._answers(tags, none), self._answers(tags, every)
+        if not _differ(shown, hidden):
+            return none
+        return frozenset(
+            tag
+            for tag in tags
+            if _differ(self._answers(tags, {tag}), shown)
+            or _differ(self._answers(tags, every - {tag}), hidden)
+        )
+
+    def _answers(
+        self, tags: Sequence[str], hidden: Collection[str]
+    ) -> list[str | None]:
+        """Return renderings of answers with these tags, some hidden from it."""
+        letters = {tag: f"QdaricTag{'a' * n}Q" for n, tag in enumerate(tags)}
+        texts = [letters[tag] if tag in hidden else tag for tag in tags]
+        answer = "".join(f"B{text}" for text in texts) + "B"
+        rendered = [
+            self._try([_user("A"), _assistant(answer), _user(_TEXT)]),
+            self._try(_ending_in("tool", _TEXT, _assistant(answer))),
+        ]
+        for tag, letter in letters.items():
+            rendered = [text and text.replace(letter, tag) for text in rendered]
+        return rendered
 
     def _answer_opening(self, role: str) -> str | None:
         """Return what stands between a message's text and the answer to it.
@@ -180,13 +216,25 @@ def _num_shared(left: str, right: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _ending_in(role: str, text: str) -> list[_Message]:
-    """Return a short conversation around one message of that role."""
+def _differ(left: Sequence[str | None], right: Sequence[str | None]) -> bool:
+    """Return whether a rendering differs from its counterpart, where there are both."""
+    pairs = zip(left, right, strict=True)
+    return any(a != b for a, b in pairs if a is not None and b is not None)
+
+
+def _ending_in(role: str, text: str, answer: _Message | None = None) -> list[_Message]:
+    """Return a short conversation around one message of that role.
+
+    Args:
+        role: Of the message.
+        text: What it says.
+        answer: The assistant's message before a tool's; its calls are added.
+    """
     if role == "system":
         return [_system(text), _user("A")]
     if role == "user":
         return [_user(text)]
-    calling = _assistant("") | {"tool_calls": [_call(_TOOLS[0])]}
+    calling = (answer or _assistant("")) | {"tool_calls": [_call(_TOOLS[0])]}
     result = {"role": "tool", "content": text, "name": _TOOLS[0]}
     return [_user("A"), calling, result | {"tool_call_id": _CALL_ID}]
 

@@ -117,10 +117,11 @@ class InputProcessor:
         this, so that what it stores is what prompts look for.
 
         Raises:
-            PromptError: The document is empty.
+            PromptError: The document is empty, or no text that tokenizers take.
         """
         if not text.strip():
             raise PromptError("the document is empty; drop it")
+        _check_texts([("the document", text)])
         with self._lock:
             ids = tuple(self._chunker.document(text))
         if self._config.alignment == "block":
@@ -132,7 +133,7 @@ class InputProcessor:
         """Return a document's chunk as a prompt of its own, to compute it ahead.
 
         Raises:
-            PromptError: The document is empty.
+            PromptError: As in `document_ids`.
         """
         return build_layout(
             [self.document_ids(text)],

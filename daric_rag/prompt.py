@@ -117,8 +117,9 @@ class PromptBuilder:
             documents: In prompt order; empty and repeated ones are dropped.
             question: Put into `question_template`.
             history: Earlier messages: `ChatMessage`, mappings of its fields (as
-                OpenAI's clients write them), or pairs of role and text. With any the
-                prompt is a `ChatPrompt`; without, it is a `ChunkedPrompt`.
+                OpenAI's clients write them), pairs of role and text, or messages of
+                LangChain or LlamaIndex. With any, the prompt is a `ChatPrompt`. A
+                system message at the front takes the place of `system`.
 
         Raises:
             PromptError: There is neither document nor question, or an entry has no
@@ -131,7 +132,7 @@ class PromptBuilder:
         self,
         documents: Sequence[Any],
         question: str,
-        max_tokens: int,
+        max_prompt_tokens: int,
         count: Callable[[ChunkedPrompt | ChatPrompt], int],
         *,
         history: Sequence[Message] = (),
@@ -146,7 +147,7 @@ class PromptBuilder:
         Args:
             documents: As in `build`.
             question: As in `build`.
-            max_tokens: Most tokens that the prompt may have.
+            max_prompt_tokens: Most tokens that the prompt may have.
             count: Tokens of a prompt: ``lambda p: engine.layout(p).prompt_len``.
             history: As in `build`.
             scores: Of every document, higher is better. None: those that LlamaIndex's
@@ -172,7 +173,7 @@ class PromptBuilder:
         num_chars = [len(selection.kept[index].text) for index in ranked]
         return best(
             most_that_fit(
-                num_chars, max_tokens, lambda n: count(best(n).prompt), fewest
+                num_chars, max_prompt_tokens, lambda n: count(best(n).prompt), fewest
             )
         )
 
@@ -290,7 +291,7 @@ class PromptBuilder:
         prompt: ChunkedPrompt | ChatPrompt
         if history:
             messages = [*history, ChatMessage("user", [*parts, asked])]
-            if self.system is not None:
+            if self.system is not None and history[0].role != "system":
                 messages.insert(0, ChatMessage("system", self.system))
             prompt = ChatPrompt(messages)
         else:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from daric_rag.document_text import score_of
 from daric_rag.errors import PromptError, PromptTooLongError
@@ -15,6 +15,7 @@ from daric_rag.prompt_types import (
     ChatPrompt,
     ChunkedPrompt,
     DocumentPart,
+    shown_type,
 )
 
 __all__ = [
@@ -29,8 +30,25 @@ __all__ = [
     "ranked_first",
 ]
 
-Reason = Literal["empty", "duplicate", "max_documents", "max_tokens"]
-Message = ChatMessage | Mapping[str, Any] | tuple[str, str]
+Reason = Literal["empty", "duplicate", "max_documents", "max_prompt_tokens"]
+
+
+class ForeignMessage(Protocol):
+    """A message of LangChain (with ``type``) or LlamaIndex (with ``role``)."""
+
+    @property
+    def content(self) -> Any:
+        """Text, or parts."""
+        ...
+
+
+Message = ChatMessage | Mapping[str, Any] | tuple[str, str] | ForeignMessage
+
+# As OpenAI and LangChain name them.
+_ROLES = {"developer": "system", "human": "user", "ai": "assistant"}
+
+# Of OpenAI's and vLLM's answers; no template reads them in an earlier turn.
+_UNREAD = ("annotations", "refusal", "reasoning", "reasoning_content")
 
 # Beyond these, a search by halves: documents of very different density mislead it.
 _MAX_GUESSES = 3
@@ -44,7 +62,7 @@ class DroppedDocument:
         index: Among those given.
         title: What the store's listing would call it.
         reason: ``"empty"``; ``"duplicate"`` of an earlier one; ``"max_documents"``:
-            beyond the builder's; ``"max_tokens"``: did not fit.
+            beyond the builder's; ``"max_prompt_tokens"``: did not fit.
     """
 
     index: int
@@ -100,7 +118,7 @@ class Selection:
         """Return the selection without the others, which do not fit."""
         kept = {index: part for index, part in self.kept.items() if index in indices}
         late: dict[int, Reason] = {
-            index: "max_tokens" for index in self.kept if index not in indices
+            index: "max_prompt_tokens" for index in self.kept if index not in indices
         }
         return Selection(self.parts, kept, {**self.dropped, **late})
 
@@ -134,18 +152,16 @@ def messages_of(history: Sequence[Message]) -> list[ChatMessage]:
     messages = []
     for index, message in enumerate(history):
         try:
-            if isinstance(message, ChatMessage):
-                messages.append(message)
-            elif isinstance(message, Mapping):
-                content = _content(message.get("content"))
-                messages.append(ChatMessage(**{**message, "content": content}))
-            else:
-                role, text = message
-                messages.append(ChatMessage(role, text))  # type: ignore[arg-type]
+            messages.append(
+                message
+                if isinstance(message, ChatMessage)
+                else ChatMessage(**_fields_of(message))
+            )
         except (TypeError, ValueError) as error:
             raise PromptError(
                 f"history[{index}] is no message ({error}); pass ChatMessage, a dict "
-                f"of its fields, or a pair of role and text"
+                f"of its fields, a pair of role and text, or a message of LangChain or "
+                f"LlamaIndex"
             ) from error
     return messages
 
@@ -203,6 +219,53 @@ def most_that_fit(
         else:
             upper, upper_len = guess, guess_len
     return lower
+
+
+def _fields_of(message: Any) -> dict[str, Any]:
+    """Return a `ChatMessage`'s fields; those that no template reads are dropped."""
+    if isinstance(message, tuple | list):
+        role, text = message
+        message = {"role": role, "content": text}
+    elif not isinstance(message, Mapping):
+        message = _foreign(message)
+    fields = {
+        name: value
+        for name, value in message.items()
+        if value is not None and name not in _UNREAD
+    }
+    fields["role"] = _ROLES.get(fields.get("role", ""), fields.get("role"))
+    content = message.get("content")
+    fields["content"] = _content(message.get("refusal") if content is None else content)
+    return fields
+
+
+def _foreign(message: Any) -> dict[str, Any]:
+    """Return the fields of a framework's message, known by its attributes."""
+    role = getattr(message, "role", None) or getattr(message, "type", None)
+    if role is None or not hasattr(message, "content"):
+        raise TypeError(f"{shown_type(message)} has no role or no content")
+    role = str(getattr(role, "value", role))
+    # LlamaIndex's content is the text among its blocks; the others are then refused.
+    blocks = getattr(message, "blocks", None) or ()
+    has_text = all(hasattr(block, "text") for block in blocks)
+    more = getattr(message, "additional_kwargs", None) or {}
+    calls = getattr(message, "tool_calls", None) or more.get("tool_calls")
+    named = ("tool_call_id", "name")
+    return {
+        "role": role.removesuffix("MessageChunk").lower(),
+        "content": message.content if has_text else blocks,
+        "tool_calls": [_call(call) for call in calls or ()] or None,
+    } | {name: getattr(message, name, None) or more.get(name) for name in named}
+
+
+def _call(call: Any) -> Any:
+    """Return a tool call in OpenAI's form, from that or LangChain's."""
+    if not isinstance(call, Mapping):
+        return call.model_dump() if hasattr(call, "model_dump") else call
+    if "function" in call or "args" not in call:
+        return call
+    function = {"name": call.get("name"), "arguments": call["args"]}
+    return {"id": call.get("id"), "type": "function", "function": function}
 
 
 def _content(content: Any) -> Any:

@@ -19,6 +19,7 @@ __all__ = [
     "Prompt",
     "Role",
     "TokenPrompt",
+    "shown_type",
 ]
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -211,7 +212,9 @@ class ChatPrompt:
         for index, message in enumerate(self.messages):
             if not isinstance(message, ChatMessage):
                 raise PromptError(
-                    f"message {index} is a {type(message).__name__}; pass ChatMessage"
+                    f"message {index} is a {shown_type(message)}; pass "
+                    f"daric_rag.ChatMessage, or leave messages of other libraries to "
+                    f"PromptBuilder.build(history=)"
                 )
         last = self.messages[-1].role if self.messages else None
         if last not in ("user", "tool"):
@@ -250,6 +253,14 @@ class TokenPrompt:
 
 
 Prompt = ChunkedPrompt | ChatPrompt | TokenPrompt
+
+
+def shown_type(value: object) -> str:
+    """Return the name of a value's type, with its module: names alone may be alike."""
+    kind = type(value)
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _check_str(name: str, value: object) -> None:

@@ -1,14 +1,16 @@
 """Text to token ids where a prompt is put together from many people's texts.
 
 Two rules: role markers come from the chat template alone, and an ordinary text gets
-the ids that the template rendered at once would give it.
+the ids that the template rendered at once would give it. The first one holds for role
+markers that are tokens. Where a template writes plain text for them (``[INST]`` of some
+vocabularies) the model itself cannot tell a forged one: take such text out yourself.
 """
 
 from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 __all__ = [
@@ -73,8 +75,8 @@ class Tokenizer(Protocol):
 class TextEncoder:
     """Text to ids, where text that is not ours never becomes a control token.
 
-    Control tokens are all special ones and every added token that the chat template
-    writes: some models do not mark their role markers as special, so that a
+    Control tokens are all special ones and every added token that the chat template was
+    seen to write: some models do not mark their role markers as special, so that a
     tokenizer's ``split_special_tokens`` would let them pass. Where a text spells one,
     it is cut behind that token's first character and tokenised in parts: not a
     character is lost, and the model reads plain text.
@@ -82,6 +84,9 @@ class TextEncoder:
     Args:
         tokenizer: The model's.
         template_text: Everything that its chat template writes itself.
+
+    Attributes:
+        tags: Spellings of the control tokens that are not special.
     """
 
     def __init__(self, tokenizer: Tokenizer, template_text: str) -> None:
@@ -99,6 +104,11 @@ class TextEncoder:
         # A plain text may hold what the vocabulary lacks.
         self._forbidden = self._control - {tokenizer.unk_token_id}
         self._id_of = {added[index].content: index for index in self._control}
+        self.tags = tuple(
+            added[index].content
+            for index in sorted(self._control)
+            if not added[index].special
+        )
         # The longest first, as tokenizers match; else a pattern that matches nothing.
         spellings = sorted(self._id_of, key=len, reverse=True)
         self._spelling = re.compile("|".join(map(re.escape, spellings)) or "(?!)")
@@ -133,14 +143,15 @@ class TextEncoder:
         # What is left has one character, or is spelt after normalisation only.
         return [i for i in ids if i not in self._forbidden]
 
-    def guarded(self, text: str, mark: str) -> str:
+    def guarded(self, text: str, mark: str, spared: Collection[str] = ()) -> str:
         """Return somebody's text for a template to write, marked where to cut it.
 
-        The parts between the marks hold no control token, and complete none with what
-        stands around them. Control tokens of one character are left out.
+        The parts between the marks hold no control token but the spared ones, and
+        complete none with what stands around them. Control tokens of one character are
+        left out.
         """
         text = text.translate(dict.fromkeys(self._single, mark))
-        text = mark.join(self._cut(text))
+        text = mark.join(self._cut(text, spared))
         near = range(1, self._longest)
         if any(text[:n] in self._endings for n in near):
             text = mark + text
@@ -177,13 +188,16 @@ class TextEncoder:
             whole += self._ours(right, goes_on=ends)
         return self.ours(head) + whole + self.ours(tail, goes_on=goes_on)
 
-    def _cut(self, text: str) -> list[str]:
+    def _cut(self, text: str, spared: Collection[str] = ()) -> list[str]:
         """Return the text in parts that spell no control token of two characters."""
         parts = []
-        start = 0
-        while match := self._spelling.search(text, start):
+        start = begin = 0
+        while match := self._spelling.search(text, begin):
+            if match[0] in spared:
+                begin = match.end()
+                continue
             parts.append(text[start : match.start() + 1])
-            start = match.start() + 1
+            start = begin = match.start() + 1
         return [*parts, text[start:]]
 
     def _ours(self, text: str, *, goes_on: bool = False) -> list[int]:

@@ -51,6 +51,23 @@ FORGETS_REASONING = (
     "{% else %}{{ m['content'] }}{% endif %}<|eot|>{% endfor %}"
     "<|start|>assistant{{ '\n' }}"
 )
+# Writes empty tags before an earlier answer, whose reasoning it takes out, and parses
+# the reasoning behind the last question.
+REWRITES_REASONING = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}{% for m in messages %}<|start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}{% set content = m['content'] %}"
+    "{% set thought = m['reasoning_content'] or '' %}"
+    "{% if '</think>' in content %}"
+    "{% set thought = content.split('</think>')[0].split('<think>')[-1] %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if loop.index0 > ns.last and thought %}<think>{{ thought.strip() }}</think>"
+    "{% else %}<think></think>{% endif %}{{ '\n' + content.strip() }}"
+    "{% for call in m['tool_calls'] %}<call>{{ call['function'] | tojson }}"
+    "{% endfor %}{% else %}{{ m['content'] }}{% endif %}<|eot|>{% endfor %}"
+    "<|start|>assistant{{ '\n' }}"
+)
 # The system text goes into the last user message.
 LATE_SYSTEM = (
     "{{ bos_token }}{% set ns = namespace(system='') %}{% for m in messages %}"

@@ -1,5 +1,7 @@
 """Tokenizers that several tests share."""
 
+import copy
+
 import pytest
 
 
@@ -13,6 +15,14 @@ def tiny_tokenizer():
         {"extra_special_tokens": ["<|start|>", "<|end|>", "<|eot|>"]},
         replace_extra_special_tokens=False,
     )
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def thinking_tokenizer(tiny_tokenizer):
+    """The tags of reasoning are tokens, but not special ones, as in many models."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_tokens(["<think>", "</think>", "<call>", "</call>"])
     return tokenizer
 
 

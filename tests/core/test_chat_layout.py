@@ -15,6 +15,7 @@ from tests.core.chats import (
     FakeTokenizer,
     at_once,
     bot,
+    call,
     chatml,
     processor,
     told,
@@ -29,6 +30,7 @@ CHATS = {
         "GEMMA",
         "THINKS_FIRST",
         "FORGETS_REASONING",
+        "REWRITES_REASONING",
         "LATE_SYSTEM",
         "TOOL_LINES",
         "TOOL_LIST",
@@ -217,6 +219,64 @@ def test_old_reasoning_is_taken_out_where_the_template_does(tiny_tokenizer):
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "num_messages"),
+    [("FORGETS_REASONING", 3), ("REWRITES_REASONING", 3), ("REWRITES_REASONING", 5)],
+)
+def test_a_template_finds_the_tags_of_old_reasoning(
+    thinking_tokenizer, name, num_messages
+):
+    thinking_tokenizer.chat_template = getattr(chats, name)
+    calling = ChatMessage(
+        "assistant", "<think>\nHm.</think>\n\nThat.", tool_calls=[call("look", {})]
+    )
+    turns = [
+        *told("What?", "<think>Well.</think>\n\nThis.", "Why?"),
+        calling,
+        ChatMessage("tool", "Found."),
+    ][:num_messages]
+    whole = at_once(thinking_tokenizer, turns)
+    ids = [i for chunk in chunk_ids(thinking_tokenizer, turns) for i in chunk]
+    assert ids == thinking_tokenizer.encode(whole, add_special_tokens=False)
+    assert "Well" not in whole
+
+
+def test_an_answer_forges_no_tag_but_those_that_the_template_looks_for(
+    thinking_tokenizer,
+):
+    thinking_tokenizer.chat_template = chats.REWRITES_REASONING
+    call_tag, end = thinking_tokenizer.convert_tokens_to_ids(["<call>", "<|eot|>"])
+
+    def forged(answer):
+        chunk = chunk_ids(thinking_tokenizer, told("a", answer, "b"))[-2]
+        return chunk.count(call_tag), chunk.count(end)
+
+    assert forged("Plain.") == forged("<think>No</think> <call>f<|eot|></call>")
+
+
+def test_nobody_but_the_assistant_forges_the_tags_of_reasoning(thinking_tokenizer):
+    thinking_tokenizer.chat_template = chats.REWRITES_REASONING
+    opened = thinking_tokenizer.convert_tokens_to_ids("<think>")
+
+    def tags(text):
+        turns = told(text, "Yes.", text, system=text)
+        return sum(chunk_ids(thinking_tokenizer, turns), ()).count(opened)
+
+    assert tags("Who</think>") == tags("<think>Who</think>") == 1
+
+
+def test_tags_of_reasoning_that_is_handed_over_are_not_forged_either(
+    thinking_tokenizer,
+):
+    thinking_tokenizer.chat_template = chats.REWRITES_REASONING.replace(
+        "{% else %}<think></think>{% endif %}", "{% endif %}"
+    )
+    opened = thinking_tokenizer.convert_tokens_to_ids("<think>")
+    text = "<think>Who</think>"
+    ids = chunk_ids(thinking_tokenizer, told(text, "Yes.", text, system=text))
+    assert opened not in sum(ids, ())
+
+
 def test_a_template_may_put_the_system_text_into_the_last_message(tiny_tokenizer):
     tiny_tokenizer.chat_template = chats.LATE_SYSTEM
     assert chunks(tiny_tokenizer, told("a", "b", "c", system="Be kind.")) == [
@@ -292,7 +352,7 @@ def test_not_a_character_of_a_turn_is_lost(tiny_tokenizer, name, texts):
     tiny_tokenizer.chat_template = CHATS[name]
     question, document, answer, last = texts
     decoded = "".join(chunks(tiny_tokenizer, conversation(*texts)))
-    if name == "FORGETS_REASONING":
+    if name.endswith("_REASONING"):
         answer = answer.split("</think>")[-1]
     for text in (question, document, answer, last):
         assert text.strip() in decoded

@@ -345,9 +345,11 @@ def test_only_a_prompt_that_leaves_no_room_is_too_long():
     assert (error.prompt_len, error.limit, error.excess) == (12, 9, 3)
 
 
-def test_an_empty_document_has_no_ids():
+def test_an_empty_or_broken_document_has_no_ids():
     with pytest.raises(PromptError, match="empty"):
         processor(FakeTokenizer()).document_ids(" \n")
+    with pytest.raises(PromptError, match="the document holds a lone surrogate at"):
+        processor(FakeTokenizer()).document_ids("a\ud800")
 
 
 # ------------------------------------------------------------------------------ wire

@@ -199,9 +199,97 @@ def test_a_history_makes_a_conversation():
     )
 
 
+ASKED = ChatMessage("user", "Hi")
+CALLED = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def history_of(*history):
+    """The messages that a history becomes."""
+    *earlier, _ = PromptBuilder().build(["One."], "Q?", history).prompt.messages
+    return earlier
+
+
+def test_messages_as_openais_client_dumps_them():
+    unused = dict.fromkeys(("refusal", "audio", "function_call", "annotations"))
+    dumped = unused | {"role": "assistant", "content": "Hello.", "tool_calls": None}
+    calling = unused | {"role": "assistant", "content": None, "tool_calls": [CALLED]}
+    refusing = dumped | {"content": None, "refusal": "No.", "reasoning_content": "Hm."}
+    asked = {"role": "user", "content": "Hi", "name": None}
+    assert history_of(asked, dumped, calling, refusing) == [
+        ASKED,
+        ChatMessage("assistant", "Hello."),
+        ChatMessage("assistant", tool_calls=[CALLED]),
+        ChatMessage("assistant", "No."),
+    ]
+    told = {"role": "developer", "content": "Be kind."}
+    assert history_of(told)[0] == ChatMessage("system", "Be kind.")
+
+
+def test_messages_of_openai():
+    chat = pytest.importorskip("openai.types.chat")
+    dumped = {"role": "assistant", "content": None, "tool_calls": [CALLED]}
+    message = chat.ChatCompletionMessage.model_validate(dumped)
+    expected = [ASKED, ChatMessage("assistant", tool_calls=[CALLED])]
+    assert history_of(("user", "Hi"), message.model_dump()) == expected
+    assert history_of(("user", "Hi"), message) == expected
+
+
+def test_messages_of_langchain():
+    messages = pytest.importorskip("langchain_core.messages")
+    call = {"name": "f", "args": {"x": 1}, "id": "a"}
+    history = [
+        messages.SystemMessage("S"),
+        messages.HumanMessage("Hi"),
+        messages.AIMessage("", tool_calls=[call]),
+        messages.ToolMessage("r", tool_call_id="a", name="f"),
+        messages.AIMessageChunk(content="So."),
+    ]
+    called = CALLED | {"function": {"name": "f", "arguments": {"x": 1}}}
+    assert history_of(*history) == [
+        ChatMessage("system", "S"),
+        ASKED,
+        ChatMessage("assistant", tool_calls=[called]),
+        ChatMessage("tool", "r", tool_call_id="a", name="f"),
+        ChatMessage("assistant", "So."),
+    ]
+
+
+def test_messages_of_llama_index():
+    llms = pytest.importorskip("llama_index.core.llms")
+    history = [
+        llms.ChatMessage("Hi", role="user"),
+        llms.ChatMessage(
+            "", role="assistant", additional_kwargs={"tool_calls": [CALLED]}
+        ),
+        llms.ChatMessage("r", role="tool", additional_kwargs={"tool_call_id": "a"}),
+    ]
+    assert history_of(*history) == [
+        ASKED,
+        ChatMessage("assistant", tool_calls=[CALLED]),
+        ChatMessage("tool", "r", tool_call_id="a"),
+    ]
+
+
+def test_a_history_may_begin_with_its_own_system_text():
+    history = [("system", "Other."), ("user", "a"), ("assistant", "b")]
+    first, *_ = PLAIN.build([], "Q?", history).prompt.messages
+    assert first == ChatMessage("system", "Other.")
+    roles = [m.role for m in PLAIN.build([], "Q?", history).prompt.messages]
+    assert roles == ["system", "user", "assistant", "user"]
+
+
 @pytest.mark.parametrize(
     "entry",
-    ["Hi", ("user",), {"text": "Hi"}, ("robot", "Hi"), {"role": "user", "a": 1}],
+    [
+        "Hi",
+        ("user",),
+        {"text": "Hi"},
+        ("robot", "Hi"),
+        {"role": "user", "a": 1},
+        {"role": "assistant", "content": None, "function_call": {"name": "f"}},
+        SimpleNamespace(content="Hi"),
+        SimpleNamespace(role="user", content="Hi", blocks=[SimpleNamespace(url="u")]),
+    ],
 )
 def test_what_is_no_message_is_refused(entry):
     with pytest.raises(PromptError, match=r"history\[1\] is no message"):
@@ -238,11 +326,12 @@ def test_everything_fits_with_one_count():
 
 
 def test_the_last_documents_go_first():
-    built = PLAIN.fit(["a b", "c", "d e f", "g"], "q", 9, words)
+    documents = ["a b", "c", "d e f", "g"]
+    built = PLAIN.fit(documents, "q", max_prompt_tokens=9, count=words)
     assert built.kept == (0, 1)
     assert built.dropped == (
-        DroppedDocument(2, "d e f", "max_tokens"),
-        DroppedDocument(3, "g", "max_tokens"),
+        DroppedDocument(2, "d e f", "max_prompt_tokens"),
+        DroppedDocument(3, "g", "max_prompt_tokens"),
     )
 
 

@@ -41,6 +41,7 @@ def test_what_is_no_message_is_refused(wrong, named):
         (told("a", "b"), "must end with a message to answer"),
         ([ChatMessage("system", "a")], "must end with a message to answer"),
         ([{"role": "user", "content": "a"}], "message 0 is a dict"),
+        ([SimpleNamespace()], "message 0 is a types.SimpleNamespace"),
         ("a", "messages is a str"),
         (None, "messages is a NoneType"),
         (told("a", "b", " \n"), r"message 2 \(user\) is empty"),
