@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import threading
+import weakref
 
 import pytest
 
@@ -52,6 +53,23 @@ def test_dropping_a_stream_closes_its_connection(
     next(stream)
     del stream
     until(lambda: server.streams[0].closed)
+
+
+def test_a_stream_s_error_is_dropped_with_its_caller(
+    server: FakeServer, engine: RemoteEngine
+) -> None:
+    """No garbage collection is needed."""
+    server.script = [error_reply(400, vllm_error("bad", 400))]
+    gc.collect()
+    gc.disable()
+    try:
+        try:
+            next(engine.stream(PROMPT))
+        except ConfigError as error:
+            dropped = weakref.ref(error)
+        until(lambda: dropped() is None)
+    finally:
+        gc.enable()
 
 
 async def test_cancelling_closes_the_connection(server: FakeServer) -> None:
