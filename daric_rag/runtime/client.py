@@ -10,6 +10,7 @@ import asyncio
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Self
 
@@ -87,7 +88,9 @@ class ClientEngine(ABC):
         sink: asyncio.Queue[_Item] = asyncio.Queue()
 
         def put(item: _Item) -> None:
-            if not loop.is_closed():
+            # In the engine's thread, which must outlive a client's event loop. To ask
+            # whether that is closed would be too early: it may close meanwhile.
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(sink.put_nowait, item)
 
         handle = self._submit(submission, put)

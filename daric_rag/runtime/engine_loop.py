@@ -255,7 +255,9 @@ class EngineLoop:
             )
             error.__cause__ = self._failure
         for stream in self._streams.values():
-            stream.fail(error)
+            # One that fails must not keep the others' callers waiting.
+            with suppress(Exception):
+                stream.fail(error)
         self._streams.clear()
 
     def _drain(self) -> None:

@@ -1,0 +1,59 @@
+"""What the engines share; requests here are answered by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from daric_rag import Delta
+from daric_rag.config import DaricConfig
+from daric_rag.input_processor import InputProcessor
+from daric_rag.runtime.client import ClientEngine
+from daric_rag.runtime.request_stream import RequestStream, Submission
+from tests.remote.fake_server import PROMPT
+from tests.remote.test_tokenizers import LocalTokenizer
+
+
+class HandEngine(ClientEngine):
+    """Runs nothing; `puts` are what its requests' outputs would go to."""
+
+    def __init__(self) -> None:
+        self._processor = InputProcessor(
+            LocalTokenizer(), config=DaricConfig(), block_size=16, max_model_len=500
+        )
+        self.puts: list[Callable[[Delta | BaseException], None]] = []
+
+    def close(self) -> None:
+        pass
+
+    def _submit(
+        self, submission: Submission, put: Callable[[Delta | BaseException], None]
+    ) -> RequestStream:
+        self.puts.append(put)
+        return RequestStream(submission, put)
+
+
+def test_an_event_loop_that_closes_is_no_failure_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def closed(*_: object) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    async def cancelled() -> None:
+        asking = asyncio.ensure_future(engine.agenerate(PROMPT))
+        while not engine.puts:
+            await asyncio.sleep(0.001)
+        loop = asyncio.get_running_loop()
+        with monkeypatch.context() as closing:
+            # Closed between any look and the call.
+            closing.setattr(loop, "call_soon_threadsafe", closed)
+            engine.puts[0](Delta("a", (11,)))
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    engine = HandEngine()
+    asyncio.run(cancelled())
+    engine.puts[0](Delta("b", (12,)))
