@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from daric_rag.config import DaricConfig
 from daric_rag.engine import (
@@ -32,12 +32,22 @@ __all__ = ["ClientEngine", "checked_config"]
 _Item = Delta | BaseException
 
 
+class _Loop(Protocol):
+    """The thread that an engine runs."""
+
+    def check_process(self) -> None:
+        """Raise `EngineClosedError` in a fork, where the thread is not."""
+        ...
+
+
 class ClientEngine(ABC):
     """Client process. An `Engine`, but for how a request is run.
 
-    A subclass's constructor sets `_processor`, and of the rest what is known.
+    A subclass's constructor sets `_loop` and `_processor`, and of the rest what is
+    known.
     """
 
+    _loop: _Loop
     _processor: InputProcessor
     _vocab_size: int | None = None
     _scheduling_policy: str | None = None
@@ -53,6 +63,7 @@ class ClientEngine(ABC):
 
     def layout(self, prompt: Prompt) -> PromptLayout:
         """Return a prompt's tokens, chunks and recompute set, without running it."""
+        self._loop.check_process()
         return self._processor.layout(prompt)
 
     def generate(self, prompt: Prompt, **options: Any) -> Completion:
@@ -83,6 +94,8 @@ class ClientEngine(ABC):
         """Answer one prompt piece by piece, concurrently with others."""
         loop = asyncio.get_running_loop()
         checked = self._options(options)
+        # Before a thread is asked for, which no fork has either.
+        self._loop.check_process()
         # Tokenising a long prompt takes milliseconds that others should not wait for.
         submission = await loop.run_in_executor(None, self._submission, prompt, checked)
         sink: asyncio.Queue[_Item] = asyncio.Queue()
@@ -115,6 +128,7 @@ class ClientEngine(ABC):
         Raises:
             PromptTooLongError: A document exceeds the model's context.
         """
+        self._loop.check_process()
         titled = ChunkedPrompt(documents=documents, question="-").titled_texts()
         submissions = [
             self._finish(
@@ -167,7 +181,7 @@ class ClientEngine(ABC):
         return checked
 
     def _submission(self, prompt: Prompt, options: GenerationOptions) -> Submission:
-        return self._finish(self._processor.layout(prompt), options)
+        return self._finish(self.layout(prompt), options)
 
     def _finish(
         self,

@@ -83,6 +83,18 @@ class EngineLoop:
         self._thread.start()
         self.facts = started.result()
 
+    def check_process(self) -> None:
+        """Refuse a forked child, which may have copied locks that nobody gives back.
+
+        Raises:
+            EngineClosedError: This is one.
+        """
+        if os.getpid() != self._pid:
+            raise EngineClosedError(
+                "this process was forked from the engine's, whose thread stayed there; "
+                "open an EmbeddedEngine in this process"
+            )
+
     def submit(self, stream: RequestStream) -> None:
         """Hand a request over; its stream hears back.
 
@@ -127,13 +139,9 @@ class EngineLoop:
             gc.collect()
 
     def _post(self, command: _Command, *, quiet: bool = False) -> None:
-        if os.getpid() != self._pid:
-            if quiet:
-                return
-            raise EngineClosedError(
-                "this process was forked from the engine's, whose thread stayed there; "
-                "open an EmbeddedEngine in this process"
-            )
+        if quiet and os.getpid() != self._pid:
+            return
+        self.check_process()
         # Under the lock, so that no command arrives behind the last look at the inbox.
         with self._lock:
             if not self._closing:

@@ -71,6 +71,18 @@ class RemoteLoop:
         )
         self._thread.start()
 
+    def check_process(self) -> None:
+        """Refuse a forked child, which may have copied locks that nobody gives back.
+
+        Raises:
+            EngineClosedError: This is one.
+        """
+        if os.getpid() != self._pid:
+            raise EngineClosedError(
+                "this process was forked from the engine's, whose thread stayed there; "
+                "open a RemoteEngine in this process"
+            )
+
     def submit(self, stream: RequestStream, request: RemoteRequest) -> None:
         """Send a request; its stream hears back.
 
@@ -133,11 +145,7 @@ class RemoteLoop:
     def _opened(self) -> Iterator[None]:
         """Hold the loop open, so that no command arrives when it is gone."""
         # Before the lock, which nobody may give back in a fork.
-        if os.getpid() != self._pid:
-            raise EngineClosedError(
-                "this process was forked from the engine's, whose thread stayed there; "
-                "open a RemoteEngine in this process"
-            )
+        self.check_process()
         with self._lock:
             if self._closing:
                 raise _closed()

@@ -16,10 +16,18 @@ from tests.remote.fake_server import PROMPT
 from tests.remote.test_tokenizers import LocalTokenizer
 
 
+class NoLoop:
+    """Stands for an engine's thread."""
+
+    def check_process(self) -> None:
+        pass
+
+
 class HandEngine(ClientEngine):
     """Runs nothing; `puts` are what its requests' outputs would go to."""
 
     def __init__(self) -> None:
+        self._loop = NoLoop()
         self._processor = InputProcessor(
             LocalTokenizer(), config=DaricConfig(), block_size=16, max_model_len=500
         )
