@@ -10,8 +10,10 @@ import asyncio
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Protocol, Self
 
 from daric_rag.config import DaricConfig
@@ -31,12 +33,19 @@ __all__ = ["ClientEngine", "checked_config"]
 
 _Item = Delta | BaseException
 
+# One tokenises at a time; prompts of token ids pass it by in the others.
+_NUM_LAYOUT_THREADS = 4
+
 
 class _Loop(Protocol):
     """The thread that an engine runs."""
 
     def check_process(self) -> None:
         """Raise `EngineClosedError` in a fork, where the thread is not."""
+        ...
+
+    def stop(self) -> None:
+        """Have it end, without waiting for it."""
         ...
 
 
@@ -60,6 +69,14 @@ class ClientEngine(ABC):
     def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
+
+    async def __aenter__(self) -> Self:
+        """Return the engine itself."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close."""
+        await self.aclose()
 
     def layout(self, prompt: Prompt) -> PromptLayout:
         """Return a prompt's tokens, chunks and recompute set, without running it."""
@@ -97,7 +114,9 @@ class ClientEngine(ABC):
         # Before a thread is asked for, which no fork has either.
         self._loop.check_process()
         # Tokenising a long prompt takes milliseconds that others should not wait for.
-        submission = await loop.run_in_executor(None, self._submission, prompt, checked)
+        submission = await loop.run_in_executor(
+            self._layouts, self._submission, prompt, checked
+        )
         sink: asyncio.Queue[_Item] = asyncio.Queue()
 
         def put(item: _Item) -> None:
@@ -144,6 +163,17 @@ class ClientEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything; harmless when repeated."""
+
+    async def aclose(self) -> None:
+        """Close, without keeping the event loop waiting."""
+        # First, and here: whoever waits for an answer may hold all threads there are.
+        self._loop.stop()
+        await asyncio.get_running_loop().run_in_executor(None, self.close)
+
+    @cached_property
+    def _layouts(self) -> ThreadPoolExecutor:
+        """Threads of the engine's own: a silent server may hold them for long."""
+        return ThreadPoolExecutor(_NUM_LAYOUT_THREADS, "daric-layout")
 
     @abstractmethod
     def _submit(

@@ -122,6 +122,14 @@ class EngineLoop:
         self._post(command)
         return result.result()
 
+    def stop(self) -> None:
+        """Have running requests and the engine end, without waiting for it."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._closing = True
+            self._inbox.put(lambda: None)
+
     def close(self) -> None:
         """End running requests, stop the engine, and wait for its thread.
 
@@ -129,9 +137,7 @@ class EngineLoop:
         """
         if os.getpid() != self._pid:
             return
-        with self._lock:
-            self._closing = True
-            self._inbox.put(lambda: None)
+        self.stop()
         # A garbage collection in the loop's own thread may end up here.
         if self._thread is not threading.current_thread():
             self._thread.join()

@@ -7,12 +7,11 @@ transformers is needed on this side.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 import httpx
 
@@ -129,21 +128,9 @@ class RemoteEngine(ClientEngine):
         """Return the address and the model, and no secret."""
         return f"RemoteEngine({self.base_url!r}, model={self.model!r})"
 
-    async def __aenter__(self) -> Self:
-        """Return the engine itself."""
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Close."""
-        await self.aclose()
-
     def close(self) -> None:
         """Abort running requests and close connections; harmless when repeated."""
         self._finalizer()
-
-    async def aclose(self) -> None:
-        """Close, without keeping the event loop waiting."""
-        await asyncio.get_running_loop().run_in_executor(None, self.close)
 
     def _connect(
         self, model: str | None, tokenizer: Tokenizer | str | os.PathLike[str] | None

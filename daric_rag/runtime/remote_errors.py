@@ -43,11 +43,13 @@ class ServerErrors:
         url: Of the server.
         timeout_s: Longest silence that is waited for, in seconds.
         secrets: What no text may ever show.
+        silence_mend: What to do where the silence was too long.
     """
 
     url: str
     timeout_s: float
     secrets: tuple[str, ...] = field(default=(), repr=False)
+    silence_mend: str = "raise timeout_s, or see in the server's log what holds it up"
 
     def of_response(self, status: int, body: bytes) -> DaricError:
         """Return what a response with another status than 200 means."""
@@ -74,8 +76,7 @@ class ServerErrors:
             )
         if isinstance(error, httpx.TimeoutException):
             return EngineUnavailableError(
-                f"{self.url} was silent for {self.timeout_s:g} s: raise timeout_s, or "
-                f"see in the server's log what holds it up"
+                f"{self.url} was silent for {self.timeout_s:g} s: {self.silence_mend}"
             )
         if isinstance(error, httpx.LocalProtocolError | httpx.UnsupportedProtocol):
             return ConfigError(f"{self.url} cannot be asked: {self._shown(error)}")

@@ -14,7 +14,7 @@ import json
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -26,6 +26,10 @@ from daric_rag.runtime.remote_wire import AnswerReader, EventDecoder
 from daric_rag.runtime.request_stream import RequestStream
 
 __all__ = ["RemoteLoop", "RemoteRequest"]
+
+# Silence of what needs no model, in seconds: others may wait for the answer, too.
+_ASK_TIMEOUT_S = 30.0
+_ASK_MEND = "see in the server's log what holds it up, and ask again"
 
 # Of a request that has no response yet: nothing of an answer can be lost by another
 # try. One that the server is silent about is not repeated: it may be at work.
@@ -61,6 +65,11 @@ class RemoteLoop:
     ) -> None:
         """Start the thread."""
         self._client, self._errors, self._backoff = client, errors, backoff
+        self._ask_errors = errors
+        if errors.timeout_s > _ASK_TIMEOUT_S:
+            self._ask_errors = replace(
+                errors, timeout_s=_ASK_TIMEOUT_S, silence_mend=_ASK_MEND
+            )
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._closing = False
@@ -118,6 +127,15 @@ class RemoteLoop:
             # It holds its error, whose traceback holds this frame and its callers'.
             del asked
 
+    def stop(self) -> None:
+        """Have running requests and the thread end, without waiting for it."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if not self._closing:
+                self._closing = True
+                self._loop.call_soon_threadsafe(self._loop.stop)
+
     def close(self) -> None:
         """End running requests and the thread; harmless when repeated.
 
@@ -125,10 +143,7 @@ class RemoteLoop:
         """
         if os.getpid() != self._pid:
             return
-        with self._lock:
-            if not self._closing:
-                self._closing = True
-                self._loop.call_soon_threadsafe(self._loop.stop)
+        self.stop()
         # A garbage collection in the loop's own thread may end up here.
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -202,7 +217,7 @@ class RemoteLoop:
         sent = self._client.build_request(
             "POST", "/v1/completions", content=request.body, headers=headers
         )
-        async with self._response(sent) as response:
+        async with self._response(sent, self._errors) as response:
             try:
                 async for piece in response.aiter_bytes():
                     for data in decoder.feed(piece):
@@ -215,15 +230,19 @@ class RemoteLoop:
             stream.feed(output)
 
     async def _ask(self, method: str, path: str, content: Any, optional: bool) -> Any:
-        request = self._client.build_request(method, path, json=content)
+        errors = self._ask_errors
+        silence = httpx.Timeout(errors.timeout_s, connect=self._client.timeout.connect)
+        request = self._client.build_request(
+            method, path, json=content, timeout=silence
+        )
         statuses = (200, 404) if optional else (200,)
-        async with self._response(request, statuses) as response:
+        async with self._response(request, errors, statuses) as response:
             if response.status_code == 404:
                 return None
             try:
                 body = await response.aread()
             except httpx.HTTPError as error:
-                raise self._errors.of_transport(error) from error
+                raise errors.of_transport(error) from error
         try:
             return json.loads(body)
         except ValueError:
@@ -233,7 +252,10 @@ class RemoteLoop:
 
     @contextlib.asynccontextmanager
     async def _response(
-        self, request: httpx.Request, statuses: tuple[int, ...] = (200,)
+        self,
+        request: httpx.Request,
+        errors: ServerErrors,
+        statuses: tuple[int, ...] = (200,),
     ) -> AsyncIterator[httpx.Response]:
         """Yield the response to read from, of one of these statuses."""
         num_tried = 0
@@ -244,7 +266,7 @@ class RemoteLoop:
             except httpx.HTTPError as error:
                 wait_s = self._backoff.wait_s(num_tried)
                 if wait_s is None or not isinstance(error, _BROKEN):
-                    raise self._errors.of_transport(error) from error
+                    raise errors.of_transport(error) from error
             else:
                 wait_s = None
                 if response.status_code in BUSY_STATUSES:

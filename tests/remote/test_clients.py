@@ -19,22 +19,34 @@ from tests.remote.test_tokenizers import LocalTokenizer
 class NoLoop:
     """Stands for an engine's thread."""
 
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
     def check_process(self) -> None:
         pass
 
+    def stop(self) -> None:
+        self._calls.append("stop")
+
 
 class HandEngine(ClientEngine):
-    """Runs nothing; `puts` are what its requests' outputs would go to."""
+    """Runs nothing.
+
+    Attributes:
+        puts: What its requests' outputs would go to.
+        calls: How it was closed.
+    """
 
     def __init__(self) -> None:
-        self._loop = NoLoop()
+        self.calls: list[str] = []
+        self._loop = NoLoop(self.calls)
         self._processor = InputProcessor(
             LocalTokenizer(), config=DaricConfig(), block_size=16, max_model_len=500
         )
         self.puts: list[Callable[[Delta | BaseException], None]] = []
 
     def close(self) -> None:
-        pass
+        self.calls.append("close")
 
     def _submit(
         self, submission: Submission, put: Callable[[Delta | BaseException], None]
@@ -65,3 +77,9 @@ def test_an_event_loop_that_closes_is_no_failure_of_the_engine(
     engine = HandEngine()
     asyncio.run(cancelled())
     engine.puts[0](Delta("b", (12,)))
+
+
+async def test_every_engine_is_closed_by_async_with() -> None:
+    async with HandEngine() as engine:
+        assert engine.calls == []
+    assert engine.calls == ["stop", "close"]
