@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Mapping
@@ -28,6 +29,8 @@ BUSY_STATUSES = frozenset({429, 503})
 _GATEWAY_STATUSES = frozenset({502, 504})
 _KEY_STATUSES = frozenset({401, 403})
 _REFUSALS = frozenset({400, 413, 422})
+
+_NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 
 _MAX_MESSAGE_LEN = 300
 _TOO_LONG = re.compile(
@@ -68,6 +71,12 @@ class ServerErrors:
 
     def of_transport(self, error: httpx.HTTPError) -> DaricError:
         """Return what a failed connection means."""
+        if _lacks_files(error):
+            return EngineUnavailableError(
+                f"no connection to {self.url} can be opened, for this process has too "
+                f"many files open: raise its limit (ulimit -n), or run fewer requests "
+                f"at once"
+            )
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return EngineUnavailableError(
                 f"no server answers at {self.url} ({self._shown(error)}): start one "
@@ -131,3 +140,14 @@ class ServerErrors:
         if len(text) > _MAX_MESSAGE_LEN:
             text = f"{text[:_MAX_MESSAGE_LEN]}..."
         return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _lacks_files(error: BaseException | None) -> bool:
+    """Return whether what lies behind an error is a limit on open files."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NO_FILES:
+            return True
+        # One attempt per address of a host: the first tells as much as the others.
+        tried = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+        error = tried[0] if tried else error.__cause__ or error.__context__
+    return False

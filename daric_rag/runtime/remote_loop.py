@@ -27,6 +27,9 @@ from daric_rag.runtime.request_stream import RequestStream
 
 __all__ = ["RemoteLoop", "RemoteRequest"]
 
+# More wait here: a connection is a file, of which a process may have a thousand.
+_MAX_RUNNING = 128
+
 # Silence of what needs no model, in seconds: others may wait for the answer, too.
 _ASK_TIMEOUT_S = 30.0
 _ASK_MEND = "see in the server's log what holds it up, and ask again"
@@ -73,6 +76,8 @@ class RemoteLoop:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._closing = False
+        # Not the pool of connections, where asking for ids would wait behind answers.
+        self._slots = asyncio.Semaphore(_MAX_RUNNING)
         self._running: dict[RequestStream, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -203,7 +208,8 @@ class RemoteLoop:
     async def _answer(self, stream: RequestStream, request: RemoteRequest) -> None:
         """Run a request to its end, whatever that is; the stream hears of it."""
         try:
-            await self._read(stream, request)
+            async with self._slots:
+                await self._read(stream, request)
         except DaricError as error:
             stream.fail(error)
         except Exception as error:
