@@ -8,6 +8,7 @@ transformers is needed on this side.
 from __future__ import annotations
 
 import os
+import re
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +43,7 @@ _KEPT_CONNECTIONS = 64
 _KEEP_ALIVE_S = 4.0
 
 _MIN_SECRET_LEN = 8
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _KINDS = {int: "an int", float: "a number"}
 
 _PLAIN_REASON = (
@@ -255,13 +257,30 @@ def _checked_headers(
     api_key: str | None, headers: Mapping[str, str] | None
 ) -> dict[str, str]:
     sent = dict(headers or {})
-    if api_key is not None:
-        sent["authorization"] = f"Bearer {api_key}"
     for name, value in sent.items():
-        # Without the value: it may be a secret.
-        if not isinstance(value, str) or not value.isascii() or not value.isprintable():
+        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
             raise ConfigError(
-                f"the value of the header {name!r} is no printable ASCII text; mind "
-                f"line breaks at the end of a key that was read from a file"
+                "headers= has a name that HTTP does not take; use letters, digits and "
+                "hyphens"
             )
+        _check_secret(f"the value of the header {name!r}", value)
+    if api_key is not None:
+        _check_secret("api_key", api_key)
+        sent["authorization"] = f"Bearer {api_key}"
     return sent
+
+
+def _check_secret(name: str, value: object) -> None:
+    """Refuse what no header can carry, without showing it: it may be a secret."""
+    is_carried = (
+        isinstance(value, str)
+        and value.isascii()
+        and value.isprintable()
+        and value == value.strip() != ""
+    )
+    if not is_carried:
+        raise ConfigError(
+            f"{name} is empty, has white space around it or is no printable ASCII "
+            f"text; strip() it, and mind line breaks at the end of a key that was read "
+            f"from a file"
+        )

@@ -272,7 +272,7 @@ class RemoteLoop:
             except httpx.HTTPError as error:
                 wait_s = self._backoff.wait_s(num_tried)
                 if wait_s is None or not isinstance(error, _BROKEN):
-                    raise errors.of_transport(error) from error
+                    raise errors.of_transport(error) from _shown_cause(error)
             else:
                 wait_s = None
                 if response.status_code in BUSY_STATUSES:
@@ -299,3 +299,8 @@ class RemoteLoop:
 
 def _closed() -> EngineClosedError:
     return EngineClosedError("the engine is closed; open a new RemoteEngine")
+
+
+def _shown_cause(error: httpx.HTTPError) -> httpx.HTTPError | None:
+    """Return what a traceback may show: httpx quotes a header that it does not take."""
+    return None if isinstance(error, httpx.LocalProtocolError) else error

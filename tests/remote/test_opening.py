@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from typing import Any
 
 import httpx
@@ -163,11 +164,45 @@ def test_secrets_are_shown_nowhere(
         assert "gateway-secret-1" not in text
 
 
-@pytest.mark.parametrize("key", ["a-secret-key\n", "a-secret-kéy"])
-def test_a_key_that_no_header_can_carry(server: FakeServer, key: str) -> None:
-    with pytest.raises(ConfigError, match="line breaks") as caught:
-        open_engine(server, api_key=key)
-    assert "a-secret" not in str(caught.value)
+@pytest.mark.parametrize("option", ["api_key", "headers"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "",
+        " ",
+        "a-secret-key\n",
+        "a-secret-kéy",
+        "a-secret-key ",
+        " a-secret-key",
+        "a-secret\tkey",
+        "a-secret\x00key",
+        b"a-secret-key",
+    ],
+)
+def test_a_key_that_no_header_can_carry(
+    server: FakeServer, option: str, key: Any
+) -> None:
+    name, value = option, key
+    if option == "headers":
+        name, value = "header 'x-gate'", {"x-gate": key}
+    with pytest.raises(ConfigError, match=rf"{name}.* strip\(\)") as caught:
+        open_engine(server, **{option: value})
+    assert "a-secret" not in "".join(traceback.format_exception(caught.value))
+    assert server.paths == []
+
+
+@pytest.mark.parametrize("name", ["", "x gate", "x:gate", "x-gate\n", "gäte"])
+def test_a_name_that_is_no_header_s(server: FakeServer, name: str) -> None:
+    with pytest.raises(ConfigError, match="name that HTTP does not take"):
+        open_engine(server, headers={name: "value"})
+
+
+def test_a_header_that_httpx_refuses_is_not_quoted(server: FakeServer) -> None:
+    with open_engine(server) as engine:
+        server.script = [httpx.LocalProtocolError(f"Illegal value b'Bearer {KEY}'")]
+        with pytest.raises(ConfigError, match=r"Bearer \*\*\*") as caught:
+            engine.generate(PROMPT)
+    assert KEY not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_server_s_text_is_one_short_printable_line(
