@@ -31,7 +31,12 @@ from daric_rag.runtime.remote_tokenizer import (
     check_tokenizer,
     file_encoder,
 )
-from daric_rag.runtime.remote_wire import REUSE_HEADER, AnswerReader, completion_body
+from daric_rag.runtime.remote_wire import (
+    MAX_COUNTED,
+    REUSE_HEADER,
+    AnswerReader,
+    completion_body,
+)
 from daric_rag.runtime.request_stream import RequestStream, Submission
 from daric_rag.tokenization import Tokenizer
 
@@ -51,7 +56,8 @@ _PLAIN_REASON = (
     "command that `daric serve-command` prints"
 )
 _UNTOLD_REASON = (
-    "the server did not tell: the connection, or its engine, broke before it could"
+    f"the server did not tell: the connection, or its engine, broke before it could, "
+    f"or the answer is none of the first {MAX_COUNTED}"
 )
 
 
@@ -215,7 +221,7 @@ class RemoteEngine(ClientEngine):
         body = completion_body(submission, self.model, reuses=self._reuses)
         headers = {"x-request-id": uuid.uuid4().hex}
         if self._reuses and submission.wire is not None:
-            headers[REUSE_HEADER] = str(submission.options.n)
+            headers[REUSE_HEADER] = str(min(submission.options.n, MAX_COUNTED))
         reason = _UNTOLD_REASON if self._reuses else _PLAIN_REASON
         reader = AnswerReader(submission, self._errors, reason)
         self._loop.submit(stream, RemoteRequest(body, headers, reader))

@@ -43,17 +43,25 @@ class Guard:
 
 @dataclass
 class Engine:
-    """Stands for vLLM's engine client; the first answers of `told` are used up."""
+    """Stands for vLLM's engine client.
+
+    Attributes:
+        told: What it says of the ids that it is asked for; used up from the front.
+        asked: The ids of every call.
+    """
 
     told: list[Any] = field(default_factory=list)
-    asked: list[Any] = field(default_factory=list)
+    asked: list[list[str]] = field(default_factory=list)
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        self.asked.append((method, *args))
-        answer = self.told.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return [answer, None]
+        assert method == "daric_closing_params"
+        (ids,) = args
+        self.asked.append(list(ids))
+        answers = [self.told.pop(0) for _ in ids]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return [answers, None]
 
     def get_tokenizer(self) -> Any:
         def render(messages: Any, **options: Any) -> str:
@@ -144,7 +152,7 @@ async def test_a_stream_ends_with_its_counts(
     assert json.loads(first) == {"choices": []}
     assert json.loads(counts) == {"index": 0, "kv_transfer_params": COUNTS}
     assert done == "[DONE]"
-    assert engine.asked == [("daric_closing_params", "cmpl-abc-0")]
+    assert engine.asked == [["cmpl-abc-0"]]
 
 
 async def test_every_answer_has_its_counts(
@@ -157,9 +165,18 @@ async def test_every_answer_has_its_counts(
         {"index": 0, "kv_transfer_params": COUNTS},
         {"index": 1, "kv_transfer_params": others},
     ]
-    ids = [request_id for _, request_id in engine.asked]
-    assert ids[:3] == [f"{index}_cmpl-abc-0" for index in range(3)]
-    assert ids[3:] == ["2_cmpl-abc-0"] * 2
+    first, *again = engine.asked
+    assert first == [f"{index}_cmpl-abc-0" for index in range(3)]
+    assert again == [["2_cmpl-abc-0"]] * 2
+
+
+async def test_a_large_number_asks_for_the_first_answers_in_one_call(
+    client: httpx.AsyncClient, engine: Engine
+) -> None:
+    engine.told = [COUNTS] * 999
+    _, *counts, _ = await stream(client, **ASKING | {"x-daric-reuse": "999"})
+    assert [json.loads(text)["index"] for text in counts] == list(range(64))
+    assert engine.asked == [[f"{index}_cmpl-abc-0" for index in range(64)]]
 
 
 @pytest.mark.parametrize("num", ["", "0", "-1", "x", "1000", "9" * 5000])
