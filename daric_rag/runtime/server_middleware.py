@@ -154,18 +154,17 @@ async def _tell_facts(request: Request) -> Response:
 
 
 async def _render(request: Request) -> Response:
-    """Render a conversation with the template that the server itself would use."""
+    """Render a conversation as the server itself would: its template and defaults."""
     state = request.app.state
     try:
         content = await request.json()
         # Nobody may bring a template, or anything else that has code in it.
         if not content.keys() <= _RENDERED:
             raise ValueError(f"only {', '.join(sorted(_RENDERED))} can be rendered")
+        defaults = state.online_renderer.default_chat_template_kwargs
+        ours = {"chat_template": _template(state), "tokenize": False}
         text = state.engine_client.get_tokenizer().apply_chat_template(
-            content.pop("messages"),
-            tokenize=False,
-            chat_template=_template(state),
-            **content,
+            content.pop("messages"), **{**defaults, **content, **ours}
         )
     except Exception as error:  # Jinja's own: a template may refuse what it is given.
         return JSONResponse({"error": str(error) or type(error).__name__})

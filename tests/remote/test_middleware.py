@@ -69,7 +69,10 @@ class Engine:
                 raise ValueError("no system role here")
             assert (options["tokenize"], options["add_generation_prompt"]) == (0, 1)
             tools = options.get("tools", "")
-            return f"{options['chat_template']}:{messages[0]['content']}{tools}"
+            thought = "thinking:" * options["enable_thinking"]
+            return (
+                f"{options['chat_template']}:{thought}{messages[0]['content']}{tools}"
+            )
 
         added = {7: SimpleNamespace(content="<x>", special=False)}
         return SimpleNamespace(
@@ -99,20 +102,27 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-async def client(engine: Engine) -> Any:
+def app(engine: Engine) -> Starlette:
     app = Starlette(
         routes=[Route("/v1/completions", complete, methods=["POST"])],
         middleware=[Middleware(DaricMiddleware), Middleware(Guard)],
     )
     worker_cls = "daric_rag.runtime.worker.DaricWorker"
     app.state.engine_client = engine
-    app.state.online_renderer = SimpleNamespace(chat_template="T")
+    app.state.online_renderer = SimpleNamespace(
+        chat_template="T", default_chat_template_kwargs={"enable_thinking": False}
+    )
     app.state.vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(worker_cls=worker_cls),
         cache_config=SimpleNamespace(block_size=16),
         scheduler_config=SimpleNamespace(policy="fcfs"),
         model_config=SimpleNamespace(get_vocab_size=lambda: 99),
     )
+    return app
+
+
+@pytest.fixture
+async def client(app: Starlette) -> Any:
     await _start(app)
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app),
@@ -258,6 +268,35 @@ async def test_the_server_renders_its_template_and_no_other(
     content = {"messages": messages, "add_generation_prompt": True} | more
     response = await client.post("/v1/daric/chat_template", json=content)
     assert response.json() == answer
+
+
+@pytest.mark.parametrize(
+    ("defaults", "text"),
+    [
+        ({"enable_thinking": True}, "T:thinking:hi"),
+        # What the client says, and what makes it text, is not for defaults to say.
+        (
+            {
+                "enable_thinking": False,
+                "tokenize": True,
+                "add_generation_prompt": False,
+                "chat_template": "other",
+                "tools": [7],
+            },
+            "T:hi[5]",
+        ),
+    ],
+)
+async def test_the_server_s_defaults_for_templates_hold(
+    app: Starlette, client: httpx.AsyncClient, defaults: dict[str, Any], text: str
+) -> None:
+    app.state.online_renderer.default_chat_template_kwargs = defaults
+    messages = [{"role": "user", "content": "hi"}]
+    content: dict[str, Any] = {"messages": messages, "add_generation_prompt": True}
+    if "tools" in defaults:
+        content["tools"] = [5]
+    response = await client.post("/v1/daric/chat_template", json=content)
+    assert response.json() == {"text": text}
 
 
 @pytest.mark.parametrize(
