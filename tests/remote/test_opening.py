@@ -126,6 +126,40 @@ def test_a_template_that_cannot_be_asked_for_is_not_one_without_system_role(
         open_engine(server)
 
 
+@pytest.mark.parametrize("num_answered", range(3))
+@pytest.mark.parametrize(
+    ("status", "content", "error"),
+    [
+        (400, "<html>", ConfigError),
+        (403, "<html>", AuthenticationError),
+        (500, {}, EngineError),
+        (200, {"status": "please log in"}, WireError),
+    ],
+)
+def test_a_gateway_that_fails_teaches_nothing_of_the_template(
+    server: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    num_answered: int,
+    status: int,
+    content: Any,
+    error: type[DaricError],
+) -> None:
+    handle, num_asked = server.handle_async_request, 0
+
+    async def fail_once(request: httpx.Request) -> httpx.Response:
+        nonlocal num_asked
+        if request.url.path.endswith("/chat_template"):
+            num_asked += 1
+            if num_asked == num_answered + 1:
+                return httpx.Response(status, json=content)
+        return await handle(request)
+
+    monkeypatch.setattr(server, "handle_async_request", fail_once)
+    with pytest.raises(error) as caught:
+        open_engine(server)
+    assert type(caught.value) is error
+
+
 def test_tokenising_fails_as_the_server_does(
     server: FakeServer, engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
