@@ -89,6 +89,8 @@ class RemoteEngine(ClientEngine):
         ModelNotFoundError: It does not serve the model.
     """
 
+    # Known later, but tracebacks may show an engine that could not be opened.
+    base_url = model = ""
     _priority_mend = "start the server with --scheduling-policy=priority"
 
     def __init__(

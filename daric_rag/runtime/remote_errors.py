@@ -28,6 +28,7 @@ BUSY_STATUSES = frozenset({429, 503})
 
 _GATEWAY_STATUSES = frozenset({502, 504})
 _KEY_STATUSES = frozenset({401, 403})
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _REFUSALS = frozenset({400, 413, 422})
 
 _NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
@@ -120,12 +121,18 @@ class ServerErrors:
                     int(too_long["len"]), int(too_long["limit"]) - 1
                 )
             return ConfigError(f"the server refused the request: {text or status}")
+        reason = f"{status} {text}".rstrip()
         if status in BUSY_STATUSES | _GATEWAY_STATUSES:
             return EngineUnavailableError(
-                f"{self.url} is overloaded or not ready ({status} {text}): ask again "
-                f"later, or raise max_retries"
+                f"{self.url} is overloaded or not ready ({reason}): ask again later, "
+                f"or raise max_retries"
             )
-        return EngineError(f"{self.url} failed ({status} {text}): see the server's log")
+        if status in _REDIRECTS:
+            return EngineError(
+                f"{self.url} sends its clients elsewhere ({reason}): pass the address "
+                f"behind it as base_url"
+            )
+        return EngineError(f"{self.url} failed ({reason}): see the server's log")
 
     def _not_found(self, content: Any, text: str) -> DaricError:
         if isinstance(content, Mapping) and content.get("param") == "model":

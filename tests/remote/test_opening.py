@@ -168,6 +168,23 @@ def test_tokenising_fails_as_the_server_does(
         engine.layout(ChunkedPrompt(question="new"))
 
 
+@pytest.mark.parametrize(
+    ("url", "shown"), [("http://server:8000", "http://server:8000"), ("ftp://s", "")]
+)
+def test_an_engine_that_is_not_open_yet_can_be_shown(
+    server: FakeServer, url: str, shown: str
+) -> None:
+    """As debuggers and crash reports do, of every frame."""
+    with pytest.raises(DaricError) as caught:
+        RemoteEngine(url, transport=server)
+    engine = next(
+        frame.f_locals["self"]
+        for frame, _ in traceback.walk_tb(caught.value.__traceback__)
+        if isinstance(frame.f_locals.get("self"), RemoteEngine)
+    )
+    assert repr(engine) == f"RemoteEngine({shown!r}, model='')"
+
+
 def test_a_failed_opening_leaves_no_thread(server: FakeServer) -> None:
     with pytest.raises(AuthenticationError):
         open_engine(server, api_key="wrong-key-0")
