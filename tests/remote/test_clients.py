@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
 
 import pytest
 
-from daric_rag import Delta
+from daric_rag import Delta, Engine
 from daric_rag.config import DaricConfig
 from daric_rag.input_processor import InputProcessor
 from daric_rag.runtime.client import ClientEngine
@@ -83,3 +84,11 @@ async def test_every_engine_is_closed_by_async_with() -> None:
     async with HandEngine() as engine:
         assert engine.calls == []
     assert engine.calls == ["stop", "close"]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in vars(Engine) if not name.startswith("_")]
+)
+def test_every_engine_has_the_methods_of_the_protocol(name: str) -> None:
+    wanted = inspect.signature(getattr(Engine, name))
+    assert inspect.signature(getattr(ClientEngine, name)) == wanted
