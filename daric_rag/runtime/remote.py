@@ -91,6 +91,7 @@ class RemoteEngine(ClientEngine):
 
     # Known later, but tracebacks may show an engine that could not be opened.
     base_url = model = ""
+    _loop: RemoteLoop
     _priority_mend = "start the server with --scheduling-policy=priority"
 
     def __init__(

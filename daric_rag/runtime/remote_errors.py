@@ -6,7 +6,7 @@ import errno
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -21,7 +21,7 @@ from daric_rag.errors import (
     PromptTooLongError,
 )
 
-__all__ = ["BUSY_STATUSES", "ServerErrors"]
+__all__ = ["BUSY_STATUSES", "ServerErrors", "shown_cause"]
 
 BUSY_STATUSES = frozenset({429, 503})
 """What a server says that would take the request later."""
@@ -54,6 +54,13 @@ class ServerErrors:
     timeout_s: float
     secrets: tuple[str, ...] = field(default=(), repr=False)
     silence_mend: str = "raise timeout_s, or see in the server's log what holds it up"
+
+    def within(self, timeout_s: float) -> ServerErrors:
+        """Return those of what is waited for no longer than so many seconds."""
+        if self.timeout_s <= timeout_s:
+            return self
+        mend = "see in the server's log what holds it up, and ask again"
+        return replace(self, timeout_s=timeout_s, silence_mend=mend)
 
     def of_response(self, status: int, body: bytes) -> DaricError:
         """Return what a response with another status than 200 means."""
@@ -147,6 +154,11 @@ class ServerErrors:
         if len(text) > _MAX_MESSAGE_LEN:
             text = f"{text[:_MAX_MESSAGE_LEN]}..."
         return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def shown_cause(error: httpx.HTTPError) -> httpx.HTTPError | None:
+    """Return what a traceback may show: httpx quotes a header that it does not take."""
+    return None if isinstance(error, httpx.LocalProtocolError) else error
 
 
 def _lacks_files(error: BaseException | None) -> bool:

@@ -14,13 +14,13 @@ import json
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from daric_rag.errors import DaricError, EngineClosedError, EngineError
-from daric_rag.runtime.remote_errors import BUSY_STATUSES, ServerErrors
+from daric_rag.runtime.remote_errors import BUSY_STATUSES, ServerErrors, shown_cause
 from daric_rag.runtime.remote_retry import Backoff
 from daric_rag.runtime.remote_wire import AnswerReader, EventDecoder
 from daric_rag.runtime.request_stream import RequestStream
@@ -32,7 +32,6 @@ _MAX_RUNNING = 128
 
 # Silence of what needs no model, in seconds: others may wait for the answer, too.
 _ASK_TIMEOUT_S = 30.0
-_ASK_MEND = "see in the server's log what holds it up, and ask again"
 
 # Of a request that has no response yet: nothing of an answer can be lost by another
 # try. One that the server is silent about is not repeated: it may be at work.
@@ -68,11 +67,7 @@ class RemoteLoop:
     ) -> None:
         """Start the thread."""
         self._client, self._errors, self._backoff = client, errors, backoff
-        self._ask_errors = errors
-        if errors.timeout_s > _ASK_TIMEOUT_S:
-            self._ask_errors = replace(
-                errors, timeout_s=_ASK_TIMEOUT_S, silence_mend=_ASK_MEND
-            )
+        self._ask_errors = errors.within(_ASK_TIMEOUT_S)
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._closing = False
@@ -272,7 +267,7 @@ class RemoteLoop:
             except httpx.HTTPError as error:
                 wait_s = self._backoff.wait_s(num_tried)
                 if wait_s is None or not isinstance(error, _BROKEN):
-                    raise errors.of_transport(error) from _shown_cause(error)
+                    raise errors.of_transport(error) from shown_cause(error)
             else:
                 wait_s = None
                 if response.status_code in BUSY_STATUSES:
@@ -299,8 +294,3 @@ class RemoteLoop:
 
 def _closed() -> EngineClosedError:
     return EngineClosedError("the engine is closed; open a new RemoteEngine")
-
-
-def _shown_cause(error: httpx.HTTPError) -> httpx.HTTPError | None:
-    """Return what a traceback may show: httpx quotes a header that it does not take."""
-    return None if isinstance(error, httpx.LocalProtocolError) else error
