@@ -64,6 +64,9 @@ _UNTOLD_REASON = (
 class RemoteEngine(ClientEngine):
     """Client process. Answers prompts on a server; for any thread and event loop.
 
+    At most 128 requests run at once, each on a connection of its own; more of them
+    wait here.
+
     On a vLLM server without daric_rag answers are ordinary ones, and their reuse
     counts say why; such a server needs `tokenizer`.
 

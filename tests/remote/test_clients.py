@@ -13,8 +13,7 @@ from daric_rag.config import DaricConfig
 from daric_rag.input_processor import InputProcessor
 from daric_rag.runtime.client import ClientEngine
 from daric_rag.runtime.request_stream import RequestStream, Submission
-from tests.remote.fake_server import PROMPT
-from tests.remote.test_tokenizers import LocalTokenizer
+from tests.remote.fake_server import PROMPT, LocalTokenizer
 
 
 class NoLoop:

@@ -17,7 +17,7 @@ from daric_rag.generation import GenerationOptions
 from daric_rag.input_processor import InputProcessor
 from daric_rag.runtime.engine_loop import EngineFacts, EngineLoop
 from daric_rag.runtime.request_stream import RequestStream, Submission
-from tests.remote.test_tokenizers import LocalTokenizer
+from tests.remote.fake_server import LocalTokenizer
 
 
 @dataclass
