@@ -12,7 +12,13 @@ from functools import cache
 from itertools import takewhile
 from typing import Any
 
-from daric_rag.errors import EngineError, PromptError, UnsupportedModelError
+from daric_rag.errors import (
+    ConfigError,
+    EngineError,
+    PromptError,
+    UnsupportedModelError,
+    WireError,
+)
 from daric_rag.tokenization import Tokenizer
 
 __all__ = ["ChatTemplate", "ToolFrame"]
@@ -83,7 +89,8 @@ class ChatTemplate:
                     **variables,
                 )
             )
-        except EngineError:  # of the server that renders, not of the template
+        except (EngineError, ConfigError, WireError):
+            # Of the server that renders or of what stands before it, not of a template.
             raise
         except Exception as error:  # Jinja's own, which is not ours to import.
             raise PromptError(

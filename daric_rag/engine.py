@@ -168,6 +168,17 @@ class Engine(Protocol):
         """Answer one prompt piece by piece, concurrently with others."""
         ...
 
+    def prewarm(self, documents: Sequence[Any]) -> int:
+        """Compute and store documents ahead of the prompts that will hold them.
+
+        Args:
+            documents: As in `ChunkedPrompt.documents`.
+
+        Returns:
+            How many documents had to be computed.
+        """
+        ...
+
     def layout(self, prompt: Prompt) -> PromptLayout:
         """Return the tokens, chunks and recompute set of a prompt, without running."""
         ...

@@ -10,8 +10,11 @@ import asyncio
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Self
+from functools import cached_property
+from typing import Any, Protocol, Self
 
 from daric_rag.config import DaricConfig
 from daric_rag.engine import (
@@ -30,13 +33,30 @@ __all__ = ["ClientEngine", "checked_config"]
 
 _Item = Delta | BaseException
 
+# One tokenises at a time; prompts of token ids pass it by in the others.
+_NUM_LAYOUT_THREADS = 4
+
+
+class _Loop(Protocol):
+    """The thread that an engine runs."""
+
+    def check_process(self) -> None:
+        """Raise `EngineClosedError` in a fork, where the thread is not."""
+        ...
+
+    def stop(self) -> None:
+        """Have it end, without waiting for it."""
+        ...
+
 
 class ClientEngine(ABC):
     """Client process. An `Engine`, but for how a request is run.
 
-    A subclass's constructor sets `_processor`, and of the rest what is known.
+    A subclass's constructor sets `_loop` and `_processor`, and of the rest what is
+    known.
     """
 
+    _loop: _Loop
     _processor: InputProcessor
     _vocab_size: int | None = None
     _scheduling_policy: str | None = None
@@ -50,8 +70,17 @@ class ClientEngine(ABC):
         """Close."""
         self.close()
 
+    async def __aenter__(self) -> Self:
+        """Return the engine itself."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close."""
+        await self.aclose()
+
     def layout(self, prompt: Prompt) -> PromptLayout:
         """Return a prompt's tokens, chunks and recompute set, without running it."""
+        self._loop.check_process()
         return self._processor.layout(prompt)
 
     def generate(self, prompt: Prompt, **options: Any) -> Completion:
@@ -82,12 +111,18 @@ class ClientEngine(ABC):
         """Answer one prompt piece by piece, concurrently with others."""
         loop = asyncio.get_running_loop()
         checked = self._options(options)
+        # Before a thread is asked for, which no fork has either.
+        self._loop.check_process()
         # Tokenising a long prompt takes milliseconds that others should not wait for.
-        submission = await loop.run_in_executor(None, self._submission, prompt, checked)
+        submission = await loop.run_in_executor(
+            self._layouts, self._submission, prompt, checked
+        )
         sink: asyncio.Queue[_Item] = asyncio.Queue()
 
         def put(item: _Item) -> None:
-            if not loop.is_closed():
+            # In the engine's thread, which must outlive a client's event loop. To ask
+            # whether that is closed would be too early: it may close meanwhile.
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(sink.put_nowait, item)
 
         handle = self._submit(submission, put)
@@ -112,6 +147,7 @@ class ClientEngine(ABC):
         Raises:
             PromptTooLongError: A document exceeds the model's context.
         """
+        self._loop.check_process()
         titled = ChunkedPrompt(documents=documents, question="-").titled_texts()
         submissions = [
             self._finish(
@@ -127,6 +163,17 @@ class ClientEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything; harmless when repeated."""
+
+    async def aclose(self) -> None:
+        """Close, without keeping the event loop waiting."""
+        # First, and here: whoever waits for an answer may hold all threads there are.
+        self._loop.stop()
+        await asyncio.get_running_loop().run_in_executor(None, self.close)
+
+    @cached_property
+    def _layouts(self) -> ThreadPoolExecutor:
+        """Threads of the engine's own: a silent server may hold them for long."""
+        return ThreadPoolExecutor(_NUM_LAYOUT_THREADS, "daric-layout")
 
     @abstractmethod
     def _submit(
@@ -164,7 +211,7 @@ class ClientEngine(ABC):
         return checked
 
     def _submission(self, prompt: Prompt, options: GenerationOptions) -> Submission:
-        return self._finish(self._processor.layout(prompt), options)
+        return self._finish(self.layout(prompt), options)
 
     def _finish(
         self,

@@ -46,6 +46,7 @@ class EmbeddedEngine(ClientEngine):
         StoreError: The store's folder cannot be used.
     """
 
+    _loop: EngineLoop
     _priority_mend = 'open it with EmbeddedEngine(..., scheduling_policy="priority")'
 
     def __init__(

@@ -83,6 +83,18 @@ class EngineLoop:
         self._thread.start()
         self.facts = started.result()
 
+    def check_process(self) -> None:
+        """Refuse a forked child, which may have copied locks that nobody gives back.
+
+        Raises:
+            EngineClosedError: This is one.
+        """
+        if os.getpid() != self._pid:
+            raise EngineClosedError(
+                "this process was forked from the engine's, whose thread stayed there; "
+                "open an EmbeddedEngine in this process"
+            )
+
     def submit(self, stream: RequestStream) -> None:
         """Hand a request over; its stream hears back.
 
@@ -110,6 +122,14 @@ class EngineLoop:
         self._post(command)
         return result.result()
 
+    def stop(self) -> None:
+        """Have running requests and the engine end, without waiting for it."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._closing = True
+            self._inbox.put(lambda: None)
+
     def close(self) -> None:
         """End running requests, stop the engine, and wait for its thread.
 
@@ -117,9 +137,7 @@ class EngineLoop:
         """
         if os.getpid() != self._pid:
             return
-        with self._lock:
-            self._closing = True
-            self._inbox.put(lambda: None)
+        self.stop()
         # A garbage collection in the loop's own thread may end up here.
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -127,13 +145,9 @@ class EngineLoop:
             gc.collect()
 
     def _post(self, command: _Command, *, quiet: bool = False) -> None:
-        if os.getpid() != self._pid:
-            if quiet:
-                return
-            raise EngineClosedError(
-                "this process was forked from the engine's, whose thread stayed there; "
-                "open an EmbeddedEngine in this process"
-            )
+        if quiet and os.getpid() != self._pid:
+            return
+        self.check_process()
         # Under the lock, so that no command arrives behind the last look at the inbox.
         with self._lock:
             if not self._closing:
@@ -255,7 +269,9 @@ class EngineLoop:
             )
             error.__cause__ = self._failure
         for stream in self._streams.values():
-            stream.fail(error)
+            # One that fails must not keep the others' callers waiting.
+            with suppress(Exception):
+                stream.fail(error)
         self._streams.clear()
 
     def _drain(self) -> None:

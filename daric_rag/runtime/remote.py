@@ -7,12 +7,12 @@ transformers is needed on this side.
 
 from __future__ import annotations
 
-import asyncio
 import os
+import re
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 import httpx
 
@@ -31,7 +31,12 @@ from daric_rag.runtime.remote_tokenizer import (
     check_tokenizer,
     file_encoder,
 )
-from daric_rag.runtime.remote_wire import REUSE_HEADER, AnswerReader, completion_body
+from daric_rag.runtime.remote_wire import (
+    MAX_COUNTED,
+    REUSE_HEADER,
+    AnswerReader,
+    completion_body,
+)
 from daric_rag.runtime.request_stream import RequestStream, Submission
 from daric_rag.tokenization import Tokenizer
 
@@ -43,6 +48,7 @@ _KEPT_CONNECTIONS = 64
 _KEEP_ALIVE_S = 4.0
 
 _MIN_SECRET_LEN = 8
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _KINDS = {int: "an int", float: "a number"}
 
 _PLAIN_REASON = (
@@ -50,12 +56,16 @@ _PLAIN_REASON = (
     "command that `daric serve-command` prints"
 )
 _UNTOLD_REASON = (
-    "the server did not tell: the connection, or its engine, broke before it could"
+    f"the server did not tell: the connection, or its engine, broke before it could, "
+    f"or the answer is none of the first {MAX_COUNTED}"
 )
 
 
 class RemoteEngine(ClientEngine):
     """Client process. Answers prompts on a server; for any thread and event loop.
+
+    At most 128 requests run at once, each on a connection of its own; more of them
+    wait here.
 
     On a vLLM server without daric_rag answers are ordinary ones, and their reuse
     counts say why; such a server needs `tokenizer`.
@@ -82,6 +92,9 @@ class RemoteEngine(ClientEngine):
         ModelNotFoundError: It does not serve the model.
     """
 
+    # Known later, but tracebacks may show an engine that could not be opened.
+    base_url = model = ""
+    _loop: RemoteLoop
     _priority_mend = "start the server with --scheduling-policy=priority"
 
     def __init__(
@@ -129,21 +142,9 @@ class RemoteEngine(ClientEngine):
         """Return the address and the model, and no secret."""
         return f"RemoteEngine({self.base_url!r}, model={self.model!r})"
 
-    async def __aenter__(self) -> Self:
-        """Return the engine itself."""
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Close."""
-        await self.aclose()
-
     def close(self) -> None:
         """Abort running requests and close connections; harmless when repeated."""
         self._finalizer()
-
-    async def aclose(self) -> None:
-        """Close, without keeping the event loop waiting."""
-        await asyncio.get_running_loop().run_in_executor(None, self.close)
 
     def _connect(
         self, model: str | None, tokenizer: Tokenizer | str | os.PathLike[str] | None
@@ -226,7 +227,7 @@ class RemoteEngine(ClientEngine):
         body = completion_body(submission, self.model, reuses=self._reuses)
         headers = {"x-request-id": uuid.uuid4().hex}
         if self._reuses and submission.wire is not None:
-            headers[REUSE_HEADER] = str(submission.options.n)
+            headers[REUSE_HEADER] = str(min(submission.options.n, MAX_COUNTED))
         reason = _UNTOLD_REASON if self._reuses else _PLAIN_REASON
         reader = AnswerReader(submission, self._errors, reason)
         self._loop.submit(stream, RemoteRequest(body, headers, reader))
@@ -268,13 +269,30 @@ def _checked_headers(
     api_key: str | None, headers: Mapping[str, str] | None
 ) -> dict[str, str]:
     sent = dict(headers or {})
-    if api_key is not None:
-        sent["authorization"] = f"Bearer {api_key}"
     for name, value in sent.items():
-        # Without the value: it may be a secret.
-        if not isinstance(value, str) or not value.isascii() or not value.isprintable():
+        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
             raise ConfigError(
-                f"the value of the header {name!r} is no printable ASCII text; mind "
-                f"line breaks at the end of a key that was read from a file"
+                "headers= has a name that HTTP does not take; use letters, digits and "
+                "hyphens"
             )
+        _check_secret(f"the value of the header {name!r}", value)
+    if api_key is not None:
+        _check_secret("api_key", api_key)
+        sent["authorization"] = f"Bearer {api_key}"
     return sent
+
+
+def _check_secret(name: str, value: object) -> None:
+    """Refuse what no header can carry, without showing it: it may be a secret."""
+    is_carried = (
+        isinstance(value, str)
+        and value.isascii()
+        and value.isprintable()
+        and value == value.strip() != ""
+    )
+    if not is_carried:
+        raise ConfigError(
+            f"{name} is empty, has white space around it or is no printable ASCII "
+            f"text; strip() it, and mind line breaks at the end of a key that was read "
+            f"from a file"
+        )

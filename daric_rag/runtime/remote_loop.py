@@ -20,12 +20,18 @@ from typing import Any
 import httpx
 
 from daric_rag.errors import DaricError, EngineClosedError, EngineError
-from daric_rag.runtime.remote_errors import BUSY_STATUSES, ServerErrors
+from daric_rag.runtime.remote_errors import BUSY_STATUSES, ServerErrors, shown_cause
 from daric_rag.runtime.remote_retry import Backoff
 from daric_rag.runtime.remote_wire import AnswerReader, EventDecoder
 from daric_rag.runtime.request_stream import RequestStream
 
 __all__ = ["RemoteLoop", "RemoteRequest"]
+
+# More wait here: a connection is a file, of which a process may have a thousand.
+_MAX_RUNNING = 128
+
+# Silence of what needs no model, in seconds: others may wait for the answer, too.
+_ASK_TIMEOUT_S = 30.0
 
 # Of a request that has no response yet: nothing of an answer can be lost by another
 # try. One that the server is silent about is not repeated: it may be at work.
@@ -61,15 +67,30 @@ class RemoteLoop:
     ) -> None:
         """Start the thread."""
         self._client, self._errors, self._backoff = client, errors, backoff
+        self._ask_errors = errors.within(_ASK_TIMEOUT_S)
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._closing = False
+        # Not the pool of connections, where asking for ids would wait behind answers.
+        self._slots = asyncio.Semaphore(_MAX_RUNNING)
         self._running: dict[RequestStream, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._run, name="daric-remote", daemon=True
         )
         self._thread.start()
+
+    def check_process(self) -> None:
+        """Refuse a forked child, which may have copied locks that nobody gives back.
+
+        Raises:
+            EngineClosedError: This is one.
+        """
+        if os.getpid() != self._pid:
+            raise EngineClosedError(
+                "this process was forked from the engine's, whose thread stayed there; "
+                "open a RemoteEngine in this process"
+            )
 
     def submit(self, stream: RequestStream, request: RemoteRequest) -> None:
         """Send a request; its stream hears back.
@@ -106,6 +127,15 @@ class RemoteLoop:
             # It holds its error, whose traceback holds this frame and its callers'.
             del asked
 
+    def stop(self) -> None:
+        """Have running requests and the thread end, without waiting for it."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if not self._closing:
+                self._closing = True
+                self._loop.call_soon_threadsafe(self._loop.stop)
+
     def close(self) -> None:
         """End running requests and the thread; harmless when repeated.
 
@@ -113,10 +143,7 @@ class RemoteLoop:
         """
         if os.getpid() != self._pid:
             return
-        with self._lock:
-            if not self._closing:
-                self._closing = True
-                self._loop.call_soon_threadsafe(self._loop.stop)
+        self.stop()
         # A garbage collection in the loop's own thread may end up here.
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -133,11 +160,7 @@ class RemoteLoop:
     def _opened(self) -> Iterator[None]:
         """Hold the loop open, so that no command arrives when it is gone."""
         # Before the lock, which nobody may give back in a fork.
-        if os.getpid() != self._pid:
-            raise EngineClosedError(
-                "this process was forked from the engine's, whose thread stayed there; "
-                "open a RemoteEngine in this process"
-            )
+        self.check_process()
         with self._lock:
             if self._closing:
                 raise _closed()
@@ -180,7 +203,8 @@ class RemoteLoop:
     async def _answer(self, stream: RequestStream, request: RemoteRequest) -> None:
         """Run a request to its end, whatever that is; the stream hears of it."""
         try:
-            await self._read(stream, request)
+            async with self._slots:
+                await self._read(stream, request)
         except DaricError as error:
             stream.fail(error)
         except Exception as error:
@@ -194,7 +218,7 @@ class RemoteLoop:
         sent = self._client.build_request(
             "POST", "/v1/completions", content=request.body, headers=headers
         )
-        async with self._response(sent) as response:
+        async with self._response(sent, self._errors) as response:
             try:
                 async for piece in response.aiter_bytes():
                     for data in decoder.feed(piece):
@@ -207,15 +231,19 @@ class RemoteLoop:
             stream.feed(output)
 
     async def _ask(self, method: str, path: str, content: Any, optional: bool) -> Any:
-        request = self._client.build_request(method, path, json=content)
+        errors = self._ask_errors
+        silence = httpx.Timeout(errors.timeout_s, connect=self._client.timeout.connect)
+        request = self._client.build_request(
+            method, path, json=content, timeout=silence
+        )
         statuses = (200, 404) if optional else (200,)
-        async with self._response(request, statuses) as response:
+        async with self._response(request, errors, statuses) as response:
             if response.status_code == 404:
                 return None
             try:
                 body = await response.aread()
             except httpx.HTTPError as error:
-                raise self._errors.of_transport(error) from error
+                raise errors.of_transport(error) from error
         try:
             return json.loads(body)
         except ValueError:
@@ -225,7 +253,10 @@ class RemoteLoop:
 
     @contextlib.asynccontextmanager
     async def _response(
-        self, request: httpx.Request, statuses: tuple[int, ...] = (200,)
+        self,
+        request: httpx.Request,
+        errors: ServerErrors,
+        statuses: tuple[int, ...] = (200,),
     ) -> AsyncIterator[httpx.Response]:
         """Yield the response to read from, of one of these statuses."""
         num_tried = 0
@@ -236,7 +267,7 @@ class RemoteLoop:
             except httpx.HTTPError as error:
                 wait_s = self._backoff.wait_s(num_tried)
                 if wait_s is None or not isinstance(error, _BROKEN):
-                    raise self._errors.of_transport(error) from error
+                    raise errors.of_transport(error) from shown_cause(error)
             else:
                 wait_s = None
                 if response.status_code in BUSY_STATUSES:

@@ -19,6 +19,7 @@ from daric_rag.runtime.request_stream import Submission
 from daric_rag.wire import encode_reuse
 
 __all__ = [
+    "MAX_COUNTED",
     "REUSE_HEADER",
     "AnswerReader",
     "EventDecoder",
@@ -28,6 +29,9 @@ __all__ = [
 
 REUSE_HEADER = "x-daric-reuse"
 """Request header that asks for reuse counts in the stream, of so many answers."""
+
+MAX_COUNTED = 64
+"""Answers of one request whose counts are told: who asks must not hold engines up."""
 
 _DONE = "[DONE]"
 # Of a token in log-probabilities, which are asked for by id: texts are ambiguous.

@@ -207,7 +207,11 @@ class DeltaIterator(Iterator[Delta]):
             raise StopIteration
         if isinstance(item, BaseException):
             self._ended = True
-            raise item
+            try:
+                raise item
+            finally:
+                # Its traceback holds this frame and its callers'.
+                del item
         self._ended = item.completion is not None
         return item
 

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from daric_rag.runtime.remote_tokenizer import FACTS_PATH, TEMPLATE_PATH, ServerFacts
-from daric_rag.runtime.remote_wire import REUSE_HEADER
+from daric_rag.runtime.remote_wire import MAX_COUNTED, REUSE_HEADER
 from daric_rag.runtime.request_ids import answer_request_id, served_request_id
 from daric_rag.runtime.serving import FIXED_OPTIONS
 
@@ -39,7 +39,7 @@ _DONE = b"data: [DONE]"
 
 _RENDERED = frozenset({"messages", "add_generation_prompt", "tools"})
 
-# Of a number of answers: nobody may keep the engine busy with questions.
+# Of a number of answers: Python itself refuses to read huge ones.
 _MAX_DIGITS = 3
 
 # The engine hears of a stop string from the front end, which streams on meanwhile.
@@ -75,7 +75,8 @@ def _asked_for(headers: Headers) -> list[str]:
     if not request_id or not wanted.isdecimal() or len(wanted) > _MAX_DIGITS:
         return []
     served, num = served_request_id(request_id), int(wanted)
-    return [answer_request_id(served, index, num) for index in range(num)]
+    asked = range(min(num, MAX_COUNTED))
+    return [answer_request_id(served, index, num) for index in asked]
 
 
 class _CountingSend:
@@ -86,30 +87,41 @@ class _CountingSend:
 
     async def __call__(self, message: Message) -> None:
         if message.get("body", b"").startswith(_DONE):
-            told = await asyncio.gather(*map(self._counts, self._ids))
+            told = await self._counts()
             events = [
-                json.dumps({"index": index, "kv_transfer_params": params})
-                for index, params in enumerate(told)
-                if params is not None
+                json.dumps({"index": index, "kv_transfer_params": told[request_id]})
+                for index, request_id in enumerate(self._ids)
+                if request_id in told
             ]
             body = "".join(f"data: {event}\n\n" for event in events).encode()
             await self._send({**message, "body": body, "more_body": True})
         await self._send(message)
 
-    async def _counts(self, request_id: str) -> dict[str, Any] | None:
+    async def _counts(self) -> dict[str, dict[str, Any]]:
+        """Return the counts that the engine knows, by request; one call asks for all.
+
+        It answers between two steps, and a call for each would hold it up.
+        """
         engine = self._app.state.engine_client
+        told: dict[str, dict[str, Any]] = {}
         try:
             for _ in range(_NUM_LOOKS):
-                (params, *_) = await engine.collective_rpc(
-                    "daric_closing_params", args=(request_id,)
+                unknown = [own for own in self._ids if own not in told]
+                if not unknown:
+                    break
+                (answers, *_) = await engine.collective_rpc(
+                    "daric_closing_params", args=(unknown,)
                 )
-                if params is not None:
-                    return dict(params)
-                await asyncio.sleep(_LOOK_AGAIN_S)
+                pairs = zip(unknown, answers, strict=True)
+                told |= {
+                    own: dict(params) for own, params in pairs if params is not None
+                }
+                if len(told) < len(self._ids):
+                    await asyncio.sleep(_LOOK_AGAIN_S)
         except Exception:
             # The request has been answered and must not fail any more.
-            logger.warning("the reuse counts of request %s are unknown", request_id)
-        return None
+            logger.warning("the reuse counts of %s are unknown", ", ".join(self._ids))
+        return told
 
 
 def _add_routes(app: Any) -> None:
@@ -142,18 +154,17 @@ async def _tell_facts(request: Request) -> Response:
 
 
 async def _render(request: Request) -> Response:
-    """Render a conversation with the template that the server itself would use."""
+    """Render a conversation as the server itself would: its template and defaults."""
     state = request.app.state
     try:
         content = await request.json()
         # Nobody may bring a template, or anything else that has code in it.
         if not content.keys() <= _RENDERED:
             raise ValueError(f"only {', '.join(sorted(_RENDERED))} can be rendered")
+        defaults = state.online_renderer.default_chat_template_kwargs
+        ours = {"chat_template": _template(state), "tokenize": False}
         text = state.engine_client.get_tokenizer().apply_chat_template(
-            content.pop("messages"),
-            tokenize=False,
-            chat_template=_template(state),
-            **content,
+            content.pop("messages"), **{**defaults, **content, **ours}
         )
     except Exception as error:  # Jinja's own: a template may refuse what it is given.
         return JSONResponse({"error": str(error) or type(error).__name__})

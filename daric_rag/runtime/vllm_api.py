@@ -189,7 +189,8 @@ def reuse_of_aborted(engine: Any, request_id: str) -> dict[str, Any] | None:
         params = core.scheduler.get_kv_connector().scheduler.closing_params(request_id)
         return params
     # The connector's two halves share the engine's process where it has one rank.
-    params, *_ = engine.collective_rpc("daric_closing_params", args=(request_id,))
+    (told, *_) = engine.collective_rpc("daric_closing_params", args=([request_id],))
+    (params,) = told
     return params
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from daric_rag.runtime.connector import DaricConnector, closing_params
@@ -55,13 +56,18 @@ class DaricWorkerMixin:
         """Return what the store holds and did."""
         return self._side.store.stats()
 
-    def daric_closing_params(self, request_id: str) -> dict[str, Any] | None:
-        """Return an ended request's reuse counts, once; None if they are unknown.
+    def daric_closing_params(
+        self, request_ids: Sequence[str]
+    ) -> list[dict[str, Any] | None]:
+        """Return ended requests' reuse counts, once; None where they are unknown.
 
-        A scheduler in another process tells of it in the step behind its last one.
+        A scheduler in another process tells of one in the step behind its last one.
         """
-        params = closing_params(request_id)
-        return params if params is not None else self._side.answers.take(request_id)
+        told = [closing_params(request_id) for request_id in request_ids]
+        return [
+            self._side.answers.take(request_id) if params is None else params
+            for request_id, params in zip(request_ids, told, strict=True)
+        ]
 
     def daric_clear_host(self) -> None:
         """Drop host copies of segments that are on disk."""

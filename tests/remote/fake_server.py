@@ -7,8 +7,9 @@ import json
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -38,6 +39,28 @@ def encode(text: str) -> list[int]:
         ids.append(SPECIAL[match[0]])
         start = match.end()
     return ids + [FIRST_BYTE + byte for byte in text[start:].encode()]
+
+
+class LocalTokenizer:
+    """The fake server's tokenizer, on this side."""
+
+    bos_token_id, eos_token_id, unk_token_id = None, 1, None
+    chat_template = "a template"
+    added_tokens_decoder: Mapping[int, Any] = {
+        i: SimpleNamespace(content=text, special=True) for text, i in SPECIAL.items()
+    }
+
+    def __init__(self, shift: int = 0) -> None:
+        self.shift = shift
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [index + self.shift for index in encode(text)]
+
+    def apply_chat_template(self, conversation: Any, **_: Any) -> str:
+        if conversation[0]["role"] == "system":
+            raise ValueError("no system role here")
+        turns = "".join(f"<|user|>{m['content']}<|end|>" for m in conversation)
+        return turns + "<|bot|>"
 
 
 def event(content: Any) -> bytes:

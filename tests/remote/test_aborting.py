@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import threading
+import weakref
 
 import pytest
 
@@ -31,6 +33,8 @@ from tests.remote.fake_server import (
     vllm_error,
 )
 
+_LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
+
 
 def test_closing_a_stream_closes_its_connection(
     server: FakeServer, engine: RemoteEngine
@@ -52,6 +56,23 @@ def test_dropping_a_stream_closes_its_connection(
     next(stream)
     del stream
     until(lambda: server.streams[0].closed)
+
+
+def test_a_stream_s_error_is_dropped_with_its_caller(
+    server: FakeServer, engine: RemoteEngine
+) -> None:
+    """No garbage collection is needed."""
+    server.script = [error_reply(400, vllm_error("bad", 400))]
+    gc.collect()
+    gc.disable()
+    try:
+        try:
+            next(engine.stream(PROMPT))
+        except ConfigError as error:
+            dropped = weakref.ref(error)
+        until(lambda: dropped() is None)
+    finally:
+        gc.enable()
 
 
 async def test_cancelling_closes_the_connection(server: FakeServer) -> None:
@@ -114,6 +135,55 @@ def test_a_forked_process_has_no_thread_to_ask(
         with pytest.raises(EngineClosedError, match="forked"):
             engine.layout(ChunkedPrompt(question="new"))
     assert engine.generate(PROMPT).text
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_waits_for_no_lock_of_its_parent(
+    server: FakeServer, engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child copies the lock under which the parent is having a text tokenised."""
+    new = ChunkedPrompt(question="new")
+    waiting, answered = threading.Event(), threading.Event()
+    encode = engine.tokenizer.encode
+
+    def slow(*args: object, **options: object) -> list[int]:
+        waiting.set()
+        answered.wait(10)
+        return encode(*args, **options)
+
+    monkeypatch.setattr(engine.tokenizer, "encode", slow)
+    parent = threading.Thread(target=engine.layout, args=(new,))
+    parent.start()
+    assert waiting.wait(5)
+    child = os.fork()
+    if not child:
+        os._exit(_num_refused(engine, new))
+    try:
+        until(lambda: os.waitid(os.P_PID, child, _LOOK) is not None)
+    except AssertionError:
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        answered.set()
+        parent.join()
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 4
+
+
+def _num_refused(engine: RemoteEngine, prompt: ChunkedPrompt) -> int:
+    calls = (
+        lambda: engine.layout(prompt),
+        lambda: engine.generate(prompt),
+        lambda: engine.prewarm(["new"]),
+        lambda: asyncio.run(engine.agenerate(prompt)),
+    )
+    num = 0
+    for call in calls:
+        try:
+            call()
+        except EngineClosedError:
+            num += 1
+    return num
 
 
 def test_no_thread_outlives_its_engine(server: FakeServer) -> None:

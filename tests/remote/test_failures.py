@@ -43,11 +43,12 @@ RESPONSES: list[tuple[int, Any, type[DaricError], str]] = [
     (404, vllm_error("No model x.", 404, "model"), ModelNotFoundError, "/v1/models"),
     (404, {"detail": "Not Found"}, EngineError, "vllm serve"),
     (422, vllm_error("no", 422), ConfigError, "refused the request: no"),
-    (307, {}, EngineError, r"failed \(307"),
+    (307, {}, EngineError, r"elsewhere \(307\).*behind it as base_url"),
+    (418, {}, EngineError, r"failed \(418\): see"),
     (500, vllm_error("EngineCore died", 500), EngineError, "EngineCore died.*log"),
     (501, "", EngineError, "501"),
     (502, "<html>bad gateway</html>", EngineUnavailableError, "502 .*ask again"),
-    (504, {}, EngineUnavailableError, "504"),
+    (504, {}, EngineUnavailableError, r"\(504\)"),
 ]
 
 

@@ -43,17 +43,25 @@ class Guard:
 
 @dataclass
 class Engine:
-    """Stands for vLLM's engine client; the first answers of `told` are used up."""
+    """Stands for vLLM's engine client.
+
+    Attributes:
+        told: What it says of the ids that it is asked for; used up from the front.
+        asked: The ids of every call.
+    """
 
     told: list[Any] = field(default_factory=list)
-    asked: list[Any] = field(default_factory=list)
+    asked: list[list[str]] = field(default_factory=list)
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        self.asked.append((method, *args))
-        answer = self.told.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return [answer, None]
+        assert method == "daric_closing_params"
+        (ids,) = args
+        self.asked.append(list(ids))
+        answers = [self.told.pop(0) for _ in ids]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return [answers, None]
 
     def get_tokenizer(self) -> Any:
         def render(messages: Any, **options: Any) -> str:
@@ -61,7 +69,10 @@ class Engine:
                 raise ValueError("no system role here")
             assert (options["tokenize"], options["add_generation_prompt"]) == (0, 1)
             tools = options.get("tools", "")
-            return f"{options['chat_template']}:{messages[0]['content']}{tools}"
+            thought = "thinking:" * options["enable_thinking"]
+            return (
+                f"{options['chat_template']}:{thought}{messages[0]['content']}{tools}"
+            )
 
         added = {7: SimpleNamespace(content="<x>", special=False)}
         return SimpleNamespace(
@@ -91,20 +102,27 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-async def client(engine: Engine) -> Any:
+def app(engine: Engine) -> Starlette:
     app = Starlette(
         routes=[Route("/v1/completions", complete, methods=["POST"])],
         middleware=[Middleware(DaricMiddleware), Middleware(Guard)],
     )
     worker_cls = "daric_rag.runtime.worker.DaricWorker"
     app.state.engine_client = engine
-    app.state.online_renderer = SimpleNamespace(chat_template="T")
+    app.state.online_renderer = SimpleNamespace(
+        chat_template="T", default_chat_template_kwargs={"enable_thinking": False}
+    )
     app.state.vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(worker_cls=worker_cls),
         cache_config=SimpleNamespace(block_size=16),
         scheduler_config=SimpleNamespace(policy="fcfs"),
         model_config=SimpleNamespace(get_vocab_size=lambda: 99),
     )
+    return app
+
+
+@pytest.fixture
+async def client(app: Starlette) -> Any:
     await _start(app)
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app),
@@ -144,7 +162,7 @@ async def test_a_stream_ends_with_its_counts(
     assert json.loads(first) == {"choices": []}
     assert json.loads(counts) == {"index": 0, "kv_transfer_params": COUNTS}
     assert done == "[DONE]"
-    assert engine.asked == [("daric_closing_params", "cmpl-abc-0")]
+    assert engine.asked == [["cmpl-abc-0"]]
 
 
 async def test_every_answer_has_its_counts(
@@ -157,9 +175,18 @@ async def test_every_answer_has_its_counts(
         {"index": 0, "kv_transfer_params": COUNTS},
         {"index": 1, "kv_transfer_params": others},
     ]
-    ids = [request_id for _, request_id in engine.asked]
-    assert ids[:3] == [f"{index}_cmpl-abc-0" for index in range(3)]
-    assert ids[3:] == ["2_cmpl-abc-0"] * 2
+    first, *again = engine.asked
+    assert first == [f"{index}_cmpl-abc-0" for index in range(3)]
+    assert again == [["2_cmpl-abc-0"]] * 2
+
+
+async def test_a_large_number_asks_for_the_first_answers_in_one_call(
+    client: httpx.AsyncClient, engine: Engine
+) -> None:
+    engine.told = [COUNTS] * 999
+    _, *counts, _ = await stream(client, **ASKING | {"x-daric-reuse": "999"})
+    assert [json.loads(text)["index"] for text in counts] == list(range(64))
+    assert engine.asked == [[f"{index}_cmpl-abc-0" for index in range(64)]]
 
 
 @pytest.mark.parametrize("num", ["", "0", "-1", "x", "1000", "9" * 5000])
@@ -241,6 +268,35 @@ async def test_the_server_renders_its_template_and_no_other(
     content = {"messages": messages, "add_generation_prompt": True} | more
     response = await client.post("/v1/daric/chat_template", json=content)
     assert response.json() == answer
+
+
+@pytest.mark.parametrize(
+    ("defaults", "text"),
+    [
+        ({"enable_thinking": True}, "T:thinking:hi"),
+        # What the client says, and what makes it text, is not for defaults to say.
+        (
+            {
+                "enable_thinking": False,
+                "tokenize": True,
+                "add_generation_prompt": False,
+                "chat_template": "other",
+                "tools": [7],
+            },
+            "T:hi[5]",
+        ),
+    ],
+)
+async def test_the_server_s_defaults_for_templates_hold(
+    app: Starlette, client: httpx.AsyncClient, defaults: dict[str, Any], text: str
+) -> None:
+    app.state.online_renderer.default_chat_template_kwargs = defaults
+    messages = [{"role": "user", "content": "hi"}]
+    content: dict[str, Any] = {"messages": messages, "add_generation_prompt": True}
+    if "tools" in defaults:
+        content["tools"] = [5]
+    response = await client.post("/v1/daric/chat_template", json=content)
+    assert response.json() == {"text": text}
 
 
 @pytest.mark.parametrize(

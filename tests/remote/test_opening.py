@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from typing import Any
 
 import httpx
@@ -125,12 +126,63 @@ def test_a_template_that_cannot_be_asked_for_is_not_one_without_system_role(
         open_engine(server)
 
 
+@pytest.mark.parametrize("num_answered", range(3))
+@pytest.mark.parametrize(
+    ("status", "content", "error"),
+    [
+        (400, "<html>", ConfigError),
+        (403, "<html>", AuthenticationError),
+        (500, {}, EngineError),
+        (200, {"status": "please log in"}, WireError),
+    ],
+)
+def test_a_gateway_that_fails_teaches_nothing_of_the_template(
+    server: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    num_answered: int,
+    status: int,
+    content: Any,
+    error: type[DaricError],
+) -> None:
+    handle, num_asked = server.handle_async_request, 0
+
+    async def fail_once(request: httpx.Request) -> httpx.Response:
+        nonlocal num_asked
+        if request.url.path.endswith("/chat_template"):
+            num_asked += 1
+            if num_asked == num_answered + 1:
+                return httpx.Response(status, json=content)
+        return await handle(request)
+
+    monkeypatch.setattr(server, "handle_async_request", fail_once)
+    with pytest.raises(error) as caught:
+        open_engine(server)
+    assert type(caught.value) is error
+
+
 def test_tokenising_fails_as_the_server_does(
     server: FakeServer, engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "_tokenize", lambda _: {"tokens": "abc"})
     with pytest.raises(WireError, match="/tokenize"):
         engine.layout(ChunkedPrompt(question="new"))
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"), [("http://server:8000", "http://server:8000"), ("ftp://s", "")]
+)
+def test_an_engine_that_is_not_open_yet_can_be_shown(
+    server: FakeServer, url: str, shown: str
+) -> None:
+    """As debuggers and crash reports do, of every frame."""
+    with pytest.raises(DaricError) as caught:
+        RemoteEngine(url, transport=server)
+    engine = next(
+        frame.f_locals["self"]
+        for frame, _ in traceback.walk_tb(caught.value.__traceback__)
+        if isinstance(frame.f_locals.get("self"), RemoteEngine)
+    )
+    assert repr(engine) == f"RemoteEngine({shown!r}, model='')"
 
 
 def test_a_failed_opening_leaves_no_thread(server: FakeServer) -> None:
@@ -163,11 +215,45 @@ def test_secrets_are_shown_nowhere(
         assert "gateway-secret-1" not in text
 
 
-@pytest.mark.parametrize("key", ["a-secret-key\n", "a-secret-kéy"])
-def test_a_key_that_no_header_can_carry(server: FakeServer, key: str) -> None:
-    with pytest.raises(ConfigError, match="line breaks") as caught:
-        open_engine(server, api_key=key)
-    assert "a-secret" not in str(caught.value)
+@pytest.mark.parametrize("option", ["api_key", "headers"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "",
+        " ",
+        "a-secret-key\n",
+        "a-secret-kéy",
+        "a-secret-key ",
+        " a-secret-key",
+        "a-secret\tkey",
+        "a-secret\x00key",
+        b"a-secret-key",
+    ],
+)
+def test_a_key_that_no_header_can_carry(
+    server: FakeServer, option: str, key: Any
+) -> None:
+    name, value = option, key
+    if option == "headers":
+        name, value = "header 'x-gate'", {"x-gate": key}
+    with pytest.raises(ConfigError, match=rf"{name}.* strip\(\)") as caught:
+        open_engine(server, **{option: value})
+    assert "a-secret" not in "".join(traceback.format_exception(caught.value))
+    assert server.paths == []
+
+
+@pytest.mark.parametrize("name", ["", "x gate", "x:gate", "x-gate\n", "gäte"])
+def test_a_name_that_is_no_header_s(server: FakeServer, name: str) -> None:
+    with pytest.raises(ConfigError, match="name that HTTP does not take"):
+        open_engine(server, headers={name: "value"})
+
+
+def test_a_header_that_httpx_refuses_is_not_quoted(server: FakeServer) -> None:
+    with open_engine(server) as engine:
+        server.script = [httpx.LocalProtocolError(f"Illegal value b'Bearer {KEY}'")]
+        with pytest.raises(ConfigError, match=r"Bearer \*\*\*") as caught:
+            engine.generate(PROMPT)
+    assert KEY not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_server_s_text_is_one_short_printable_line(

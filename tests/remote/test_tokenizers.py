@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ from tests.remote.fake_server import (
     SPECIAL,
     TEXTS,
     FakeServer,
-    encode,
+    LocalTokenizer,
     open_engine,
 )
 
@@ -33,28 +31,6 @@ PROMPT = ChunkedPrompt(
     documents=["The mill <|bot|> was built.", "日本 é", "The mill <|bot|> was built."],
     question="When <|end|>?",
 )
-
-
-class LocalTokenizer:
-    """The fake server's tokenizer, on this side."""
-
-    bos_token_id, eos_token_id, unk_token_id = None, 1, None
-    chat_template = "a template"
-    added_tokens_decoder: Mapping[int, Any] = {
-        i: SimpleNamespace(content=text, special=True) for text, i in SPECIAL.items()
-    }
-
-    def __init__(self, shift: int = 0) -> None:
-        self.shift = shift
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [index + self.shift for index in encode(text)]
-
-    def apply_chat_template(self, conversation: Any, **_: Any) -> str:
-        if conversation[0]["role"] == "system":
-            raise ValueError("no system role here")
-        turns = "".join(f"<|user|>{m['content']}<|end|>" for m in conversation)
-        return turns + "<|bot|>"
 
 
 def tokenizer_file(folder: Path, first_id: int = FIRST_BYTE) -> Path:

@@ -1,0 +1,93 @@
+"""What the engines share; requests here are answered by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+
+import pytest
+
+from daric_rag import Delta, Engine
+from daric_rag.config import DaricConfig
+from daric_rag.input_processor import InputProcessor
+from daric_rag.runtime.client import ClientEngine
+from daric_rag.runtime.request_stream import RequestStream, Submission
+from tests.remote.fake_server import PROMPT, LocalTokenizer
+
+
+class NoLoop:
+    """Stands for an engine's thread."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def check_process(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        self._calls.append("stop")
+
+
+class HandEngine(ClientEngine):
+    """Runs nothing.
+
+    Attributes:
+        puts: What its requests' outputs would go to.
+        calls: How it was closed.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self._loop = NoLoop(self.calls)
+        self._processor = InputProcessor(
+            LocalTokenizer(), config=DaricConfig(), block_size=16, max_model_len=500
+        )
+        self.puts: list[Callable[[Delta | BaseException], None]] = []
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    def _submit(
+        self, submission: Submission, put: Callable[[Delta | BaseException], None]
+    ) -> RequestStream:
+        self.puts.append(put)
+        return RequestStream(submission, put)
+
+
+def test_an_event_loop_that_closes_is_no_failure_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def closed(*_: object) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    async def cancelled() -> None:
+        asking = asyncio.ensure_future(engine.agenerate(PROMPT))
+        while not engine.puts:
+            await asyncio.sleep(0.001)
+        loop = asyncio.get_running_loop()
+        with monkeypatch.context() as closing:
+            # Closed between any look and the call.
+            closing.setattr(loop, "call_soon_threadsafe", closed)
+            engine.puts[0](Delta("a", (11,)))
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    engine = HandEngine()
+    asyncio.run(cancelled())
+    engine.puts[0](Delta("b", (12,)))
+
+
+async def test_every_engine_is_closed_by_async_with() -> None:
+    async with HandEngine() as engine:
+        assert engine.calls == []
+    assert engine.calls == ["stop", "close"]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in vars(Engine) if not name.startswith("_")]
+)
+def test_every_engine_has_the_methods_of_the_protocol(name: str) -> None:
+    wanted = inspect.signature(getattr(Engine, name))
+    assert inspect.signature(getattr(ClientEngine, name)) == wanted
