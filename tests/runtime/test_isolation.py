@@ -292,7 +292,7 @@ def test_a_foreign_salt_is_not_served(
 ) -> None:
     """Whoever chose the salt freely could pass off one layout's blocks as another's."""
     prompt = random_prompt(81, (37, 129, 163, 23))
-    monkeypatch.setattr("daric_rag.runtime.engine_loop.salt_of", lambda wire: "mine")
+    monkeypatch.setattr("daric_rag.runtime.request_stream.salt_of", lambda wire: "mine")
     completion, layout = harness.run(prompt.chunks)
     assert "cache_salt" in completion.reuse.reason
     assert completion.reuse.hit_tokens == completion.reuse.saved_tokens == 0
