@@ -16,6 +16,8 @@ from tests.reference.dense import DenseReference
 from tests.reference.prompts import TokenIds
 from tests.runtime.harness import NUM_LOGPROBS, QUESTION, check_continuation
 
+pytestmark = pytest.mark.engine
+
 KIND = "llama-mha"
 NUM_TOKENS = 8
 A, B, C = (tuple(range(first, first + 96)) for first in (20, 140, 260))
