@@ -7,6 +7,7 @@ from a thread that the engine itself runs. Neither torch nor vLLM is needed.
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -29,12 +30,29 @@ from daric_rag.input_processor import InputProcessor
 from daric_rag.layout import PromptLayout
 from daric_rag.runtime.request_stream import DeltaIterator, RequestStream, Submission
 
-__all__ = ["ClientEngine", "checked_config"]
+__all__ = ["ClientEngine", "checked_config", "refuse_fork"]
 
 _Item = Delta | BaseException
 
 # One tokenises at a time; prompts of token ids pass it by in the others.
 _NUM_LAYOUT_THREADS = 4
+
+
+def refuse_fork(pid: int, engine: str) -> None:
+    """Refuse a forked child, which may have copied locks that nobody gives back.
+
+    Args:
+        pid: Of the process that opened the engine.
+        engine: Name of its class.
+
+    Raises:
+        EngineClosedError: This process is another one.
+    """
+    if os.getpid() != pid:
+        raise EngineClosedError(
+            f"this process was forked from the engine's, whose thread stayed there; "
+            f"open a new {engine} in this process"
+        )
 
 
 class _Loop(Protocol):

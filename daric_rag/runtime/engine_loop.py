@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from daric_rag.errors import ConfigError, DaricError, EngineClosedError, EngineError
+from daric_rag.runtime.client import refuse_fork
 from daric_rag.runtime.request_ids import answer_request_id
 from daric_rag.runtime.request_stream import RequestStream, Submission
 from daric_rag.runtime.vllm_api import (
@@ -84,16 +85,8 @@ class EngineLoop:
         self.facts = started.result()
 
     def check_process(self) -> None:
-        """Refuse a forked child, which may have copied locks that nobody gives back.
-
-        Raises:
-            EngineClosedError: This is one.
-        """
-        if os.getpid() != self._pid:
-            raise EngineClosedError(
-                "this process was forked from the engine's, whose thread stayed there; "
-                "open an EmbeddedEngine in this process"
-            )
+        """See `client.refuse_fork`."""
+        refuse_fork(self._pid, "EmbeddedEngine")
 
     def submit(self, stream: RequestStream) -> None:
         """Hand a request over; its stream hears back.

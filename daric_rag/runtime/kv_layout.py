@@ -28,8 +28,8 @@ __all__ = [
     "SplitKv",
     "WriteSlots",
     "block_pieces",
+    "flat_groups",
     "slots_of",
-    "stack_layers",
 ]
 
 WriteSlots = Callable[[int, Tensor, Tensor, Tensor], None]
@@ -105,7 +105,21 @@ def slots_of(
     return slots
 
 
-def stack_layers(layers: Sequence[Tensor]) -> list[Tensor]:
+def flat_groups(layers: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+    """View layers that can be moved together as one tensor, in order.
+
+    Yields:
+        (which layers, ``[num_layers, num_blocks, num_kv_heads, block_size * 2 *
+        head_dim]``).
+    """
+    first = 0
+    for tensor in _stacked(layers):
+        layers_of = slice(first, first + tensor.shape[0])
+        yield layers_of, tensor.view(*tensor.shape[:3], -1)
+        first = layers_of.stop
+
+
+def _stacked(layers: Sequence[Tensor]) -> list[Tensor]:
     """View all layers as one tensor where they lie at equal distances, else each alone.
 
     Returns:
@@ -135,20 +149,15 @@ class PackedKv:
         """View the layers; nothing is copied."""
         self.block_size = layers[0].shape[2]
         self._groups: list[tuple[slice, Tensor, Tensor]] = []
-        first = 0
-        for tensor in stack_layers(layers):
-            num_layers, num_blocks, num_heads, block_size, _ = tensor.shape
-            flat = tensor.view(num_layers, num_blocks, num_heads, -1)
+        for layers_of, flat in flat_groups(layers):
+            rows, block_size = flat.shape[:3], self.block_size
             half = block_size * head_dim
-            rows = (num_layers, num_blocks, num_heads)
             # Token-major views [num_layers, num_blocks, block_size, heads, head_dim].
             keys = flat[..., :half].view(*rows, head_dim, block_size)
             values = flat[..., half:].view(*rows, block_size, head_dim)
-            layers_of = slice(first, first + num_layers)
             self._groups.append(
                 (layers_of, keys.permute(0, 1, 4, 2, 3), values.transpose(2, 3))
             )
-            first += num_layers
 
     def scatter(
         self, keys: Tensor, values: Tensor, block_ids: Sequence[int], start: int

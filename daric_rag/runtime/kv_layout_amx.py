@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from daric_rag.runtime.kv_layout import WriteSlots, block_pieces, stack_layers
+from daric_rag.runtime.kv_layout import WriteSlots, block_pieces, flat_groups
 from daric_rag.runtime.kv_layout_learned import scatter_by_slots
 
 __all__ = ["AmxKv"]
@@ -44,12 +44,9 @@ class AmxKv:
         self.block_size = layers[0].shape[2]
         self._write_slots = write_slots
         self._groups: list[tuple[slice, Tensor, Tensor]] = []
-        first = 0
-        for tensor in stack_layers(layers):
-            num_layers, num_blocks, num_heads, block_size, _ = tensor.shape
-            flat = tensor.view(num_layers, num_blocks, num_heads, -1)
+        for layers_of, flat in flat_groups(layers):
+            rows, block_size = flat.shape[:3], self.block_size
             half = block_size * head_dim
-            rows = (num_layers, num_blocks, num_heads)
             keys = flat[..., :half].view(
                 *rows, block_size // _ROWS, head_dim // _LANE, _ROWS, _LANE
             )
@@ -57,7 +54,6 @@ class AmxKv:
                 *rows, head_dim // _ROWS, block_size // _LANE, _ROWS, _LANE
             )
             # Token-major: [num_layers, num_blocks, (token), heads, (dim)].
-            layers_of = slice(first, first + num_layers)
             self._groups.append(
                 (
                     layers_of,
@@ -65,7 +61,6 @@ class AmxKv:
                     values.permute(0, 1, 4, 6, 2, 3, 5),
                 )
             )
-            first += num_layers
 
     @staticmethod
     def fits(block_size: int, head_dim: int) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 
 from daric_rag.errors import DaricError, EngineClosedError, EngineError
+from daric_rag.runtime.client import refuse_fork
 from daric_rag.runtime.remote_errors import BUSY_STATUSES, ServerErrors, shown_cause
 from daric_rag.runtime.remote_retry import Backoff
 from daric_rag.runtime.remote_wire import AnswerReader, EventDecoder
@@ -81,16 +82,8 @@ class RemoteLoop:
         self._thread.start()
 
     def check_process(self) -> None:
-        """Refuse a forked child, which may have copied locks that nobody gives back.
-
-        Raises:
-            EngineClosedError: This is one.
-        """
-        if os.getpid() != self._pid:
-            raise EngineClosedError(
-                "this process was forked from the engine's, whose thread stayed there; "
-                "open a RemoteEngine in this process"
-            )
+        """See `client.refuse_fork`."""
+        refuse_fork(self._pid, "RemoteEngine")
 
     def submit(self, stream: RequestStream, request: RemoteRequest) -> None:
         """Send a request; its stream hears back.

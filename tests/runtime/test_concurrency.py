@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,7 @@ from tests.runtime.harness import (
     check_continuation,
     own_threads,
 )
+from tests.runtime.pressure import check_nothing_is_left
 
 pytestmark = pytest.mark.engine
 
@@ -168,23 +168,9 @@ async def test_streams_from_several_tasks(harness: Harness) -> None:
 # ----------------------------------------------------------------------------- aborts
 
 
-def scheduler_of(harness: Harness) -> Any:
-    return harness.engine._loop.call(
-        lambda vllm: vllm.engine_core.engine_core.scheduler
-    )
-
-
 def healthy(harness: Harness, seed: int) -> None:
     """No request is left, every block is free, and the next answer is right."""
-    scheduler = scheduler_of(harness)
-    deadline = time.monotonic() + 1
-    while scheduler.requests and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not scheduler.requests, "aborted requests run on"
-    pool = scheduler.kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-    assert not harness.engine._loop._streams
-    assert not harness.spy_tracked()
+    check_nothing_is_left(harness)
     prompt = random_prompt(seed, LENS)
     answer, layout = harness.run(prompt.chunks)
     harness.check(answer, layout)

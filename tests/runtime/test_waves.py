@@ -28,6 +28,7 @@ from tests.runtime.harness import (
     check_continuation,
     finished,
 )
+from tests.runtime.pressure import note_preemptions
 
 pytestmark = pytest.mark.engine
 
@@ -149,16 +150,7 @@ def scheduler_of(vllm: Any) -> Any:
 @pytest.fixture
 def preemptions(tight: Harness, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Ids of requests that were preempted since."""
-    scheduler = tight.engine._loop.call(scheduler_of)
-    seen: list[str] = []
-    preempt = scheduler._preempt_request
-
-    def noted(request: Any, *args: Any, **options: Any) -> None:
-        seen.append(request.request_id)
-        preempt(request, *args, **options)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", noted)
-    return seen
+    return note_preemptions(tight, monkeypatch)
 
 
 def check_all(
