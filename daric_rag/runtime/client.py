@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Protocol, Self
 
 from daric_rag.config import DaricConfig
@@ -62,23 +63,41 @@ class _Loop(Protocol):
         """Raise `EngineClosedError` in a fork, where the thread is not."""
         ...
 
+    def check_open(self) -> None:
+        """Raise `EngineClosedError` there, and where the thread takes no more."""
+        ...
+
     def stop(self) -> None:
         """Have it end, without waiting for it."""
+        ...
+
+    def close(self) -> None:
+        """Have it end, and wait for it; nothing in a fork, or when repeated."""
         ...
 
 
 class ClientEngine(ABC):
     """Client process. An `Engine`, but for how a request is run.
 
-    A subclass's constructor sets `_loop` and `_processor`, and of the rest what is
-    known.
+    A subclass's constructor sets `_processor`, and of the rest what is known.
+
+    Args:
+        loop: Must not refer to this object, so that one which is dropped without
+            close() is closed all the same, at the latest at exit.
     """
 
-    _loop: _Loop
     _processor: InputProcessor
     _vocab_size: int | None = None
     _scheduling_policy: str | None = None
     _priority_mend: str = ""
+
+    def __init__(self, loop: _Loop) -> None:
+        """Own a loop that runs."""
+        self._loop = loop
+        self._finalizer = weakref.finalize(self, loop.close)
+        # Threads of the engine's own: a silent server may hold them for long.
+        self._layouts = ThreadPoolExecutor(_NUM_LAYOUT_THREADS, "daric-layout")
+        self._pid = os.getpid()
 
     def __enter__(self) -> Self:
         """Return the engine itself."""
@@ -129,12 +148,18 @@ class ClientEngine(ABC):
         """Answer one prompt piece by piece, concurrently with others."""
         loop = asyncio.get_running_loop()
         checked = self._options(options)
-        # Before a thread is asked for, which no fork has either.
+        # A fork has no threads to ask for.
         self._loop.check_process()
-        # Tokenising a long prompt takes milliseconds that others should not wait for.
-        submission = await loop.run_in_executor(
-            self._layouts, self._submission, prompt, checked
-        )
+        try:
+            # Tokenising takes milliseconds that others should not wait for.
+            laid_out = loop.run_in_executor(
+                self._layouts, self._submission, prompt, checked, time.time()
+            )
+        except RuntimeError:
+            # No threads either: the engine is closed, and its loop knows why.
+            self._loop.check_open()
+            raise
+        submission = await laid_out
         sink: asyncio.Queue[_Item] = asyncio.Queue()
 
         def put(item: _Item) -> None:
@@ -178,20 +203,17 @@ class ClientEngine(ABC):
         completions = self._complete(submissions)
         return sum(completion.reuse.saved_tokens > 0 for completion in completions)
 
-    @abstractmethod
     def close(self) -> None:
-        """Release everything; harmless when repeated."""
+        """Abort what runs and release everything; harmless when repeated."""
+        self._finalizer()
+        if os.getpid() == self._pid:
+            self._layouts.shutdown()
 
     async def aclose(self) -> None:
         """Close, without keeping the event loop waiting."""
         # First, and here: whoever waits for an answer may hold all threads there are.
         self._loop.stop()
         await asyncio.get_running_loop().run_in_executor(None, self.close)
-
-    @cached_property
-    def _layouts(self) -> ThreadPoolExecutor:
-        """Threads of the engine's own: a silent server may hold them for long."""
-        return ThreadPoolExecutor(_NUM_LAYOUT_THREADS, "daric-layout")
 
     @abstractmethod
     def _submit(
@@ -228,8 +250,14 @@ class ClientEngine(ABC):
             )
         return checked
 
-    def _submission(self, prompt: Prompt, options: GenerationOptions) -> Submission:
-        return self._finish(self.layout(prompt), options)
+    def _submission(
+        self,
+        prompt: Prompt,
+        options: GenerationOptions,
+        arrival_time: float | None = None,
+    ) -> Submission:
+        submission = self._finish(self.layout(prompt), options)
+        return replace(submission, arrival_time=arrival_time)
 
     def _finish(
         self,

@@ -8,7 +8,6 @@ concurrent requests meet in vLLM's scheduler and are batched there.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -61,13 +60,10 @@ class EmbeddedEngine(ClientEngine):
         self.config = checked_config(config)
         self.model_path = resolve_model(model)
         store_path = None if store is None else os.fspath(store)
-        # Nothing that the loop holds may refer to this object, so that one which is
-        # dropped without close() is closed all the same, at the latest at exit.
         start = partial(
             build_engine, str(self.model_path), store_path, self.config, vllm_options
         )
-        self._loop = EngineLoop(start, drop_engine)
-        self._finalizer = weakref.finalize(self, self._loop.close)
+        super().__init__(EngineLoop(start, drop_engine))
         facts = self._loop.facts
         self.tokenizer = facts.tokenizer
         self.max_model_len = facts.max_model_len
@@ -106,7 +102,7 @@ class EmbeddedEngine(ClientEngine):
 
     def close(self) -> None:
         """Flush the store, stop the engine, release memory; harmless when repeated."""
-        self._finalizer()
+        super().close()
 
     def _submit(
         self, submission: Submission, put: Callable[[Delta | BaseException], None]

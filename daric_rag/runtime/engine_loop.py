@@ -88,6 +88,14 @@ class EngineLoop:
         """See `client.refuse_fork`."""
         refuse_fork(self._pid, "EmbeddedEngine")
 
+    def check_open(self) -> None:
+        """Raise `EngineClosedError` unless commands are still taken."""
+        self.check_process()
+        if self._closing:
+            raise EngineClosedError(
+                f"the engine is closed{self._why()}; open a new EmbeddedEngine"
+            )
+
     def submit(self, stream: RequestStream) -> None:
         """Hand a request over; its stream hears back.
 
@@ -147,9 +155,7 @@ class EngineLoop:
                 self._inbox.put(command)
                 return
         if not quiet:
-            raise EngineClosedError(
-                f"the engine is closed{self._why()}; open a new EmbeddedEngine"
-            )
+            self.check_open()
 
     def _why(self) -> str:
         return f" after a failure ({self._failure})" if self._failure else ""
@@ -239,7 +245,11 @@ class EngineLoop:
         )
         return str(
             self.facts.engine.add_request(
-                request_id, prompt, params, priority=submission.options.priority
+                request_id,
+                prompt,
+                params,
+                arrival_time=submission.arrival_time,
+                priority=submission.options.priority,
             )
         )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import uuid
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -128,10 +127,7 @@ class RemoteEngine(ClientEngine):
             ),
             transport=transport,
         )
-        # Nothing that the loop holds may refer to this object, so that one which is
-        # dropped without close() is closed all the same, at the latest at exit.
-        self._loop = RemoteLoop(client, self._errors, Backoff(max_retries))
-        self._finalizer = weakref.finalize(self, self._loop.close)
+        super().__init__(RemoteLoop(client, self._errors, Backoff(max_retries)))
         try:
             self._connect(model, tokenizer)
         except BaseException:
@@ -141,10 +137,6 @@ class RemoteEngine(ClientEngine):
     def __repr__(self) -> str:
         """Return the address and the model, and no secret."""
         return f"RemoteEngine({self.base_url!r}, model={self.model!r})"
-
-    def close(self) -> None:
-        """Abort running requests and close connections; harmless when repeated."""
-        self._finalizer()
 
     def _connect(
         self, model: str | None, tokenizer: Tokenizer | str | os.PathLike[str] | None

@@ -85,6 +85,11 @@ class RemoteLoop:
         """See `client.refuse_fork`."""
         refuse_fork(self._pid, "RemoteEngine")
 
+    def check_open(self) -> None:
+        """Raise `EngineClosedError` unless requests are still taken."""
+        with self._opened():
+            pass
+
     def submit(self, stream: RequestStream, request: RemoteRequest) -> None:
         """Send a request; its stream hears back.
 

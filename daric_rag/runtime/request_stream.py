@@ -29,11 +29,14 @@ class Submission:
         layout: Its tokens and chunks.
         wire: Its entry for the scheduler side; None for an ordinary request.
         options: How to generate; ``max_tokens`` fits into the model's context.
+        arrival_time: When its client came with it, by `time.time`: of equal priority,
+            who came first is first, whoever is laid out first. None for now.
     """
 
     layout: PromptLayout
     wire: RequestWire | None
     options: GenerationOptions
+    arrival_time: float | None = None
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
