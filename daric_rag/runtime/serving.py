@@ -6,6 +6,7 @@ Standard library only: whoever prints a server's command needs no vLLM for it.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from daric_rag.config import DaricConfig
@@ -18,6 +19,7 @@ __all__ = [
     "cpu_binding",
     "default_options",
     "environment",
+    "has_fast_bfloat16",
     "transfer_fields",
 ]
 
@@ -43,6 +45,7 @@ _MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 _MAX_BATCHED_TOKENS = 8192
 _CPU_BLOCK_SIZE = 32
+_CPUINFO = Path("/proc/cpuinfo")
 _MAX_NUM_SEQS = 128
 
 
@@ -53,7 +56,28 @@ def default_options(*, on_cpu: bool) -> dict[str, Any]:
         "max_num_seqs": _MAX_NUM_SEQS,
         "max_num_batched_tokens": _MAX_BATCHED_TOKENS,
     }
-    return options | ({"block_size": _CPU_BLOCK_SIZE} if on_cpu else {})
+    if on_cpu:
+        options["block_size"] = _CPU_BLOCK_SIZE
+        if not has_fast_bfloat16():
+            options["dtype"] = "float32"
+    return options
+
+
+def has_fast_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
+    """Whether this machine's CPU computes in bfloat16 no slower than in float32.
+
+    Without AVX-512, x86 processors do it element by element: a prefill of 2,604 tokens
+    of a 135M model took 39 s, and 10 s in float32. Others are taken to be fast.
+
+    Args:
+        cpuinfo: The kernel's description of the CPU.
+    """
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return True
+    flags = next((line.split() for line in lines if line.startswith("flags")), None)
+    return flags is None or "avx512f" in flags
 
 
 def transfer_fields(store: str | None, config: DaricConfig) -> dict[str, Any]:

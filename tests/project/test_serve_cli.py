@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from daric_rag import DaricConfig, cli
+from daric_rag.runtime import serving
 from daric_rag.runtime.serving import (
     FIXED_OPTIONS,
     MIDDLEWARE,
@@ -111,6 +112,34 @@ def test_the_server_gets_what_an_embedded_engine_gets(model: Path, device: str) 
     assert option(words, "middleware") == MIDDLEWARE
     assert option(words, "served-model-name") == str(model)
     assert ("--block-size=32" in words) == (device == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "is_fast"),
+    [
+        ("processor: 0\nflags\t\t: fpu avx avx2\n", False),
+        ("processor: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16\n", True),
+        ("processor: 0\nFeatures\t: fp asimd bf16\n", True),
+        (None, True),
+    ],
+)
+def test_a_cpu_that_would_crawl_in_bfloat16_computes_in_float32(
+    cpuinfo: str | None,
+    is_fast: bool,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "cpuinfo"
+    if cpuinfo is not None:
+        path.write_text(cpuinfo)
+    assert serving.has_fast_bfloat16(path) == is_fast
+    monkeypatch.setattr(serving, "has_fast_bfloat16", lambda: is_fast)
+    _, words = parts(model, "--device", "cpu")
+    assert ("--dtype=float32" in words) == (not is_fast)
+    assert "--dtype=bfloat16" in parts(model, "--", "--dtype=bfloat16")[1]
+    _, words = parts(model, "--device", "gpu")
+    assert "--dtype=float32" not in words
 
 
 def test_the_store_s_options_are_the_server_s(
