@@ -14,15 +14,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(DEVICE)
 MODEL := smollm2-135m
+DOCS := build/docs
+# What the API reference describes.
+DOCUMENTED := daric_rag daric_rag.config daric_rag.data daric_rag.engine \
+	daric_rag.errors daric_rag.generation daric_rag.layout daric_rag.prompt \
+	daric_rag.prompt_types daric_rag.storage daric_rag.trace
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model demo bench lint types contracts tests test format clean
+.PHONY: help install model demo bench lint types contracts tests test docs format clean
 
 help:
 	@echo "make demo    set everything up and watch DARIC answer questions"
 	@echo "make test    set everything up; lint, types, import contracts, all tests"
 	@echo "make bench   time to first token against full prefill, last line is JSON"
+	@echo "make docs    write the API reference to $(DOCS)/index.html"
 	@echo "make format  format the code and sort the imports"
 	@echo "make clean   remove the environment and every cache in this folder"
 
@@ -62,6 +68,9 @@ test: install
 	@$(MAKE) --no-print-directory types
 	@$(MAKE) --no-print-directory contracts
 	@$(MAKE) --no-print-directory tests
+
+docs: install
+	@$(BIN)/python -m pdoc --docformat google -o $(DOCS) $(DOCUMENTED)
 
 format: install
 	@$(BIN)/ruff check --fix-only .

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         Delta,
         DocumentPart,
         Engine,
+        GenerationOptions,
         ReuseStats,
         TokenPrompt,
     )
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from daric_rag.prompt import BuiltPrompt, PromptBuilder
     from daric_rag.runtime.embedded import EmbeddedEngine
     from daric_rag.runtime.remote import RemoteEngine
+    from daric_rag.trace import RequestTrace
 
 __version__ = "0.1.0"
 
@@ -63,6 +65,7 @@ __all__ = [
     "EngineClosedError",
     "EngineError",
     "EngineUnavailableError",
+    "GenerationOptions",
     "ModelError",
     "ModelNotFoundError",
     "PromptBuilder",
@@ -70,6 +73,7 @@ __all__ = [
     "PromptLayout",
     "PromptTooLongError",
     "RemoteEngine",
+    "RequestTrace",
     "ReuseStats",
     "StoreError",
     "TokenPrompt",
@@ -90,6 +94,7 @@ _MODULES = {
         "Delta",
         "DocumentPart",
         "Engine",
+        "GenerationOptions",
         "ReuseStats",
         "TokenPrompt",
     ),
@@ -114,6 +119,7 @@ _MODULES = {
     "prompt": ("BuiltPrompt", "PromptBuilder"),
     "runtime.embedded": ("EmbeddedEngine",),
     "runtime.remote": ("RemoteEngine",),
+    "trace": ("RequestTrace",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

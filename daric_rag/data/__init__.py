@@ -26,6 +26,8 @@ from typing import Any
 
 from daric_rag.errors import PromptError
 
+__all__ = ["DEMO_SETS", "METRICS", "QuestionRecord", "load_demo_sets", "load_jsonl"]
+
 DEMO_SETS = ("town_archive", "device_manual", "staff_handbook")
 """Names of the shipped sets, in the order in which they are shown."""
 
