@@ -139,7 +139,7 @@ def test_demo_on_the_real_model(real_model: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.real_model
 def test_bench_on_the_real_model(real_model: Path) -> None:
-    done = run_daric("bench", "ttft", "--sizes", "700", "--repeats", "2")
+    done = run_daric("bench", "ttft", "--sizes", "544", "--repeats", "1")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     (row,) = report["rows"]
