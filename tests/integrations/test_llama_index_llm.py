@@ -1,0 +1,465 @@
+"""`DaricLLM` on a fake engine: eight methods, prompts, options, secrets, events."""
+
+import asyncio
+import pickle
+import socket
+import subprocess
+import sys
+
+import pytest
+from llama_index.core.base.llms.types import (
+    CachePoint,
+    ChatMessage,
+    CitableBlock,
+    DocumentBlock,
+    ImageBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
+from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.tools import FunctionTool
+from pydantic import ValidationError
+
+import daric_rag
+from daric_rag import DaricConfig, engine
+from daric_rag.engine import ChatPrompt, DocumentPart
+from daric_rag.errors import ConfigError, EngineClosedError, PromptError
+from daric_rag.integrations.llama_index import DaricLLM
+from tests.integrations.fake_engine import DONE, FakeEngine
+
+HELLO = [ChatMessage("Hello?")]
+USAGE = {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 12}
+SECRET = "sk-very-secret"
+
+
+@pytest.fixture
+def fake():
+    return FakeEngine()
+
+
+@pytest.fixture
+def llm(fake):
+    return DaricLLM(engine=fake)
+
+
+async def consumed(answers):
+    return [answer async for answer in answers]
+
+
+def asked(llm, messages, **kwargs):
+    """The prompt that a chat comes to."""
+    llm.chat(messages, **kwargs)
+    return llm.engine.asked[-1][0]
+
+
+def user(*blocks):
+    return ChatMessage(list(blocks), role="user")
+
+
+# -------------------------------------------------------------------------- answers
+
+
+async def test_eight_methods_give_one_answer(llm, fake):
+    chats = [
+        llm.chat(HELLO),
+        await llm.achat(HELLO),
+        list(llm.stream_chat(HELLO))[-1],
+        (await consumed(await llm.astream_chat(HELLO)))[-1],
+    ]
+    texts = [
+        llm.complete("Hello?"),
+        await llm.acomplete("Hello?"),
+        list(llm.stream_complete("Hello?"))[-1],
+        (await consumed(await llm.astream_complete("Hello?")))[-1],
+    ]
+    assert {answer.message.content for answer in chats} == {DONE.text}
+    assert {answer.message.role.value for answer in chats} == {"assistant"}
+    assert {answer.text for answer in texts} == {DONE.text}
+    for answer in (*chats, *texts):
+        assert answer.additional_kwargs == {
+            **USAGE,
+            "finish_reason": "stop",
+            "cached_tokens": 6,
+        }
+        assert answer.raw["usage"] == {
+            **USAGE,
+            "prompt_tokens_details": {"cached_tokens": 6},
+        }
+        assert answer.raw["reuse"]["hit_tokens"] == 4
+        assert (answer.raw["ttft_s"], answer.raw["token_ids"]) == (0.5, [1, 2])
+    prompts = [(p.messages[0].parts(), p.messages[0].role) for p, _ in fake.asked]
+    assert prompts == [(("Hello?",), "user")] * 8
+
+
+async def test_streams_grow(llm):
+    for answers in (
+        list(llm.stream_chat(HELLO)),
+        await consumed(await llm.astream_chat(HELLO)),
+    ):
+        assert [answer.delta for answer in answers] == ["Two ", "words."]
+        assert [a.message.content for a in answers] == ["Two ", "Two words."]
+        assert answers[0].raw is None
+        assert answers[0].additional_kwargs == {}
+    for texts in (
+        list(llm.stream_complete("x")),
+        await consumed(await llm.astream_complete("x")),
+    ):
+        assert [answer.delta for answer in texts] == ["Two ", "words."]
+        assert [answer.text for answer in texts] == ["Two ", "Two words."]
+
+
+def test_logprobs_have_the_generated_token_first(llm, fake):
+    named = [["token_id:1", "token_id:5"], ["token_id:2", "token_id:6"]]
+    whole = llm.chat(HELLO, logprobs=1).logprobs
+    streamed = [a.logprobs[0] for a in llm.stream_complete("x", logprobs=1)]
+    assert [[p.token for p in step] for step in whole] == named
+    assert whole[1][0].logprob == -1.5
+    assert streamed == whole
+    assert llm.chat(HELLO).logprobs is None
+
+
+def test_logprobs_have_texts_where_the_engine_has_a_tokenizer(llm, fake):
+    fake.tokenizer = type("T", (), {"decode": staticmethod(lambda ids: f"<{ids[0]}>")})
+    (first, _) = llm.chat(HELLO, logprobs=1).logprobs
+    assert [p.token for p in first] == ["<1>", "<5>"]
+
+
+async def test_a_stream_that_is_left_is_aborted():
+    class Aborted(FakeEngine):
+        num_aborted = 0
+
+        def stream(self, prompt, **options):
+            try:
+                yield from super().stream(prompt, **options)
+            except GeneratorExit:
+                self.num_aborted += 1
+                raise
+
+        async def astream(self, prompt, **options):
+            deltas = self.stream(prompt, **options)
+            for delta in deltas:
+                try:
+                    yield delta
+                finally:
+                    deltas.close()
+
+    fake = Aborted()
+    llm = DaricLLM(engine=fake)
+    answers = llm.stream_chat(HELLO)
+    next(answers)
+    answers.close()
+    assert fake.num_aborted == 1
+    answers = await llm.astream_complete("x")
+    await anext(answers)
+    await answers.aclose()
+    # Core's wrapper leaves its inner generator to the event loop.
+    del answers
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert fake.num_aborted == 2
+
+
+# -------------------------------------------------------------------------- prompts
+
+
+def test_a_conversation_with_documents_is_a_chat_prompt(llm):
+    cited = CitableBlock(title="B", source="b.txt", content="Second.")
+    prompt = asked(
+        llm,
+        [
+            ChatMessage("Be brief.", role="developer"),
+            ChatMessage("Who?", role="user"),
+            ChatMessage("Me.", role="chatbot"),
+            user(
+                DocumentBlock(data=b"First.", title="A"),
+                cited,
+                TextBlock(text="Which"),
+                TextBlock(text="one?"),
+            ),
+        ],
+    )
+    assert prompt == ChatPrompt(
+        [
+            engine.ChatMessage("system", ["Be brief."], tool_calls=[]),
+            engine.ChatMessage("user", ["Who?"], tool_calls=[]),
+            engine.ChatMessage("assistant", ["Me."], tool_calls=[]),
+            engine.ChatMessage(
+                "user",
+                [
+                    DocumentPart("First.", "A"),
+                    DocumentPart("Second.", "B"),
+                    "Which\none?",
+                ],
+                tool_calls=[],
+            ),
+        ],
+        [],
+    )
+
+
+def test_tools_and_their_calls(llm):
+    def lookup(word: str) -> str:
+        """Looks a word up."""
+        return word
+
+    function = {"name": "lookup", "arguments": {"word": "a"}}
+    call = {"id": "1", "type": "function", "function": function}
+    block = ToolCallBlock(
+        tool_call_id="1", tool_name="lookup", tool_kwargs={"word": "a"}
+    )
+    for assistant in (
+        ChatMessage([ThinkingBlock(content="Hm."), block], role="assistant"),
+        ChatMessage(role="assistant", additional_kwargs={"tool_calls": [call]}),
+    ):
+        told = {"tool_call_id": "1", "name": "lookup"}
+        result = ChatMessage("A letter.", role="tool", additional_kwargs=told)
+        tools = [FunctionTool.from_defaults(lookup), {"function": {"name": "own"}}]
+        prompt = asked(llm, [*HELLO, assistant, result], tools=tools)
+        assert prompt.messages[1].tool_calls == [call]
+        assert prompt.messages[1].parts() == ()
+        assert prompt.messages[2].tool_call_id == "1"
+        assert prompt.messages[2].name == "lookup"
+        names = [tool["function"]["name"] for tool in prompt.tools]
+        assert names == ["lookup", "own"]
+        assert "word" in prompt.tools[0]["function"]["parameters"]["properties"]
+
+
+@pytest.mark.parametrize(
+    ("block", "named"),
+    [
+        (ImageBlock(url="http://a/b.png"), "ImageBlock"),
+        (DocumentBlock(url="http://a/b.txt"), "no local text"),
+        (DocumentBlock(data=b"%PDF-1.4", document_mimetype="application/pdf"), "text"),
+        (DocumentBlock(data=b"\xff\xfe\xfa", document_mimetype="text/plain"), "UTF-8"),
+        (DocumentBlock(path="/no/such.txt", document_mimetype="text/plain"), "read"),
+        (CitableBlock(title="", source="", content=[ImageBlock(image=b"1")]), "Image"),
+    ],
+)
+def test_what_is_no_text_is_refused(llm, block, named):
+    with pytest.raises(PromptError, match=named):
+        llm.chat([user(block, TextBlock(text="What is it?"))])
+
+
+@pytest.mark.parametrize(
+    ("messages", "named"),
+    [
+        ([], "must end with a message to answer"),
+        ([ChatMessage("Hi.", role="assistant")], "must end with a message to answer"),
+        ([ChatMessage("", role="user")], "is empty"),
+        ([{"role": "user", "content": "Hello?"}], "message 0 is a dict"),
+    ],
+)
+async def test_what_cannot_be_answered_is_refused(llm, messages, named):
+    with pytest.raises(PromptError, match=named):
+        llm.chat(messages)
+    with pytest.raises(PromptError, match=named):
+        await llm.achat(messages)
+
+
+def test_documents_of_files_and_cache_points(llm, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("Of a file.")
+    blocks = [DocumentBlock(path=path), CachePoint(cache_control={"type": "e"})]
+    prompt = asked(llm, [user(*blocks, TextBlock(text="Q?"))])
+    assert prompt.messages[0].parts() == (DocumentPart("Of a file."), "Q?")
+
+
+def test_formatted_text_is_raw(llm, fake):
+    llm.complete("<|user|>Hello", formatted=True)
+    list(llm.stream_complete("<|user|>Hello", formatted=True))
+    assert [prompt for prompt, _ in fake.asked] == ["<|user|>Hello"] * 2
+
+
+# -------------------------------------------------------------------------- options
+
+
+async def test_options_of_the_object_and_of_the_call(fake):
+    llm = DaricLLM(
+        engine=fake, max_tokens=5, stop=["x"], additional_kwargs={"priority": 3}
+    )
+    llm.chat(HELLO, temperature=0.5, seed=1)
+    await llm.acomplete("x", reuse="off", priority=1)
+    first, second = (options for _, options in fake.asked)
+    assert first == {
+        "max_tokens": 5,
+        "temperature": 0.5,
+        "top_p": 1.0,
+        "stop": ["x"],
+        "seed": 1,
+        "logprobs": None,
+        "reuse": "daric",
+        "namespace": None,
+        "conversation": None,
+        "priority": 3,
+    }
+    assert (second["reuse"], second["priority"], second["seed"]) == ("off", 1, None)
+
+
+@pytest.mark.parametrize("method", ["chat", "stream_chat", "complete"])
+def test_unknown_options_of_a_call_are_refused(llm, method):
+    with pytest.raises(ConfigError, match="'top_q' is not a generation option"):
+        getattr(llm, method)(HELLO if "chat" in method else "Hello?", top_q=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "named"),
+    [
+        ({"top_q": 1}, ValidationError, "top_q"),
+        ({"additional_kwargs": {"top_q": 1}}, ConfigError, "'top_q'"),
+        ({"additional_kwargs": {"n": 2}}, ConfigError, "hold one answer"),
+        ({"temperature": -1}, ConfigError, "temperature is -1"),
+        ({"max_tokens": 0}, ConfigError, "max_tokens is 0"),
+        ({"reuse": "some"}, ValidationError, "reuse"),
+        ({"context_window": 0}, ValidationError, "context_window"),
+        ({"messages_to_prompt": str}, ConfigError, "chat template"),
+        ({"completion_to_prompt": str}, ConfigError, "formatted=True"),
+        ({"store": "kv"}, ConfigError, "store with engine="),
+        ({"api_key": SECRET}, ConfigError, "api_key with engine="),
+    ],
+)
+def test_settings_that_cannot_be_used(fake, fields, error, named):
+    with pytest.raises(error, match=named):
+        DaricLLM(engine=fake, **fields)
+
+
+def test_a_configuration_may_be_a_mapping():
+    config = DaricConfig(avg_chunk_budget=64)
+    assert DaricLLM("m", config={"avg_chunk_budget": 64}).config == config
+    with pytest.raises(ValidationError, match="avg_chunk_budget"):
+        DaricLLM("m", config={"avg_chunk_budge": 64})
+
+
+# --------------------------------------------------------------------------- engine
+
+
+def test_the_engine_opens_on_first_use_with_the_settings(monkeypatch):
+    opened = []
+
+    def open_engine(*arguments, **options):
+        opened.append((arguments, options))
+        return FakeEngine()
+
+    # Looked up there first; to ask for the real one would import vLLM.
+    monkeypatch.setitem(vars(daric_rag), "EmbeddedEngine", open_engine)
+    monkeypatch.setattr(FakeEngine, "close", lambda self: None, raising=False)
+    llm = DaricLLM(
+        "m", store="kv", context_window=50, engine_options={"dtype": "float32"}
+    )
+    assert llm.metadata.context_window == 50
+    assert llm.to_payload()["model_name"] == "m"
+    assert opened == []
+    with llm:
+        llm.chat(HELLO)
+        llm.chat(HELLO)
+    ((arguments, options),) = opened
+    assert arguments == ("m",)
+    assert options == {"store": "kv", "config": DaricConfig(), "dtype": "float32"}
+    with pytest.raises(EngineClosedError):
+        llm.chat(HELLO)
+
+
+def test_a_given_engine_is_not_closed(llm, fake):
+    # The fake has no close() to call.
+    llm.close()
+    assert fake.asked == []
+
+
+def test_metadata(llm, fake):
+    metadata = llm.metadata
+    assert (metadata.context_window, metadata.num_output) == (100, 256)
+    assert metadata.is_chat_model
+    assert metadata.model_name == "unknown"
+    assert DaricLLM("m", engine=fake).metadata.model_name == "m"
+    blind = type("Blind", (FakeEngine,), {"max_model_len": None})()
+    with pytest.raises(ConfigError, match="pass DaricLLM\\(context_window"):
+        _ = DaricLLM(engine=blind).metadata
+    assert DaricLLM(engine=blind, context_window=7).metadata.context_window == 7
+
+
+def test_secrets_stay_inside(monkeypatch):
+    monkeypatch.setenv("DARIC_API_KEY", SECRET)
+    options = {"headers": {"x-gateway": SECRET}}
+    llm = DaricLLM("m", base_url="http://host", engine_options=options)
+    assert llm.api_key.get_secret_value() == SECRET
+    assert DaricLLM("m").api_key is None
+    shown = [repr(llm), str(llm), llm.to_json(), str(llm.to_dict())]
+    shown += [str(llm.to_payload()), str(pickle.dumps(llm))]
+    assert not any(SECRET in text for text in shown)
+    monkeypatch.delenv("DARIC_API_KEY")
+    again = pickle.loads(pickle.dumps(llm))
+    assert (again.base_url, again.api_key) == ("http://host", None)
+
+
+def test_settings_survive_serialisation():
+    llm = DaricLLM("m", store="kv", seed=3, config=DaricConfig(mtaf="exp"))
+    for again in (DaricLLM.from_json(llm.to_json()), pickle.loads(pickle.dumps(llm))):
+        assert again.to_dict() == llm.to_dict()
+        assert again.config.mtaf == "exp"
+
+
+def test_one_with_an_engine_is_not_pickled(llm):
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(llm)
+
+
+# --------------------------------------------------------------------------- events
+
+
+class Events(BaseEventHandler):
+    names: list
+
+    def handle(self, event, **_):
+        self.names.append(event.class_name())
+
+
+@pytest.fixture
+def events():
+    handler, root = Events(names=[]), get_dispatcher()
+    root.add_event_handler(handler)
+    yield handler.names
+    root.event_handlers.remove(handler)
+
+
+async def test_events_are_those_of_core(llm, events):
+    llm.chat(HELLO)
+    assert events == ["LLMChatStartEvent", "LLMChatEndEvent"]
+    events.clear()
+    await consumed(await llm.astream_complete("x"))
+    inner = ["LLMCompletionInProgressEvent"] * 2
+    assert events == ["LLMCompletionStartEvent", *inner, "LLMCompletionEndEvent"]
+    events.clear()
+    assert llm.predict(PromptTemplate("Say {what}"), what="it") == DONE.text
+    assert "LLMPredictEndEvent" in events
+
+
+def test_tokens_are_counted_by_callbacks(fake):
+    counter = TokenCountingHandler(tokenizer=str.split)
+    llm = DaricLLM(engine=fake, callback_manager=CallbackManager([counter]))
+    llm.chat(HELLO)
+    list(llm.stream_complete("x"))
+    assert counter.prompt_llm_token_count == 20
+    assert counter.completion_llm_token_count == 4
+
+
+def test_importing_takes_neither_torch_nor_vllm():
+    code = """
+import sys
+for name in ("torch", "vllm", "transformers", "diskcache", "langchain_core"):
+    sys.modules[name] = None
+import daric_rag.integrations.llama_index as it
+it.DaricLLM("m").to_payload()
+assert not [name for name in sys.modules if name.startswith("daric_rag.runtime")]
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_sockets_are_blocked():
+    with pytest.raises(AssertionError, match="connects to"):
+        socket.create_connection(("127.0.0.1", 9))
