@@ -19,7 +19,7 @@ import bm25s
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle, TextNode
 
-from daric_rag import PromptBuilder
+from daric_rag import DaricConfig, PromptBuilder
 from daric_rag.integrations.llama_index import (
     DaricLLM,
     DaricPrewarmTransform,
@@ -31,7 +31,7 @@ QUESTIONS = (
     "How long is the bridge over the Narrow, and who built it?",
     "What does the captain of the ferry do at the western rock?",
 )
-SYSTEM = "Answer from the documents, in one short sentence."
+SYSTEM = "Use only the documents below and reply with the answer alone, in a few words."
 
 
 class BM25Retriever(BaseRetriever):
@@ -70,8 +70,9 @@ def main() -> None:
     """Index, ask, and say how much of every prompt was not computed."""
     folder = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parent / "documents"
     nodes = read(folder)
-    builder = PromptBuilder(system=SYSTEM)
-    with DaricLLM("smollm2-135m", store=":memory:", max_tokens=32) as llm:
+    builder = PromptBuilder(system=SYSTEM, question_template="Question: {question}")
+    config = DaricConfig(avg_chunk_budget=64)
+    with DaricLLM("smollm2-135m", store=":memory:", config=config) as llm:
         DaricPrewarmTransform(llm=llm, builder=builder)(nodes)
         query_engine = DaricQueryEngine.from_retriever(
             BM25Retriever(nodes, top_k=4), llm, builder=builder

@@ -32,14 +32,14 @@ from daric_rag.integrations._llama_index_answers import (
     decoder_of,
 )
 from daric_rag.integrations._llama_index_messages import chat_prompt
-from daric_rag.integrations._llama_index_settings import EngineLLM
+from daric_rag.integrations._llama_index_structured import StructuredLLM
 
 __all__ = ["DaricLLM"]
 
 _Response = TypeVar("_Response")
 
 
-class DaricLLM(EngineLLM):
+class DaricLLM(StructuredLLM):
     """A chat model whose documents, system prompt and earlier turns are cached chunks.
 
     The engine opens on first use, embedded in this process or, with `base_url`, on a

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.callbacks.base import CallbackManager
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
@@ -62,6 +63,7 @@ class DaricQueryEngine(RetrieverQueryEngine):
         *,
         builder: PromptBuilder | None = None,
         streaming: bool = False,
+        output_cls: type[BaseModel] | None = None,
         node_postprocessors: Sequence[BaseNodePostprocessor] = (),
         callback_manager: CallbackManager | None = None,
     ) -> Self:
@@ -72,6 +74,7 @@ class DaricQueryEngine(RetrieverQueryEngine):
             llm: Answers.
             builder: As in `DaricSynthesizer`.
             streaming: Whether responses stream.
+            output_cls: As in `DaricSynthesizer`.
             node_postprocessors: Applied to the nodes, one after the other.
             callback_manager: Also for the model.
 
@@ -82,6 +85,7 @@ class DaricQueryEngine(RetrieverQueryEngine):
             llm,
             builder=builder,
             streaming=streaming,
+            output_cls=output_cls,
             callback_manager=callback_manager,
         )
         return cls(retriever, synthesizer, list(node_postprocessors), callback_manager)
@@ -94,6 +98,7 @@ class DaricQueryEngine(RetrieverQueryEngine):
         *,
         builder: PromptBuilder | None = None,
         streaming: bool = False,
+        output_cls: type[BaseModel] | None = None,
         node_postprocessors: Sequence[BaseNodePostprocessor] = (),
         callback_manager: CallbackManager | None = None,
         **retriever_options: Any,
@@ -105,6 +110,7 @@ class DaricQueryEngine(RetrieverQueryEngine):
             llm: As in `from_retriever`, like the following ones.
             builder: As in `DaricSynthesizer`.
             streaming: Whether responses stream.
+            output_cls: As in `DaricSynthesizer`.
             node_postprocessors: Applied to the nodes, one after the other.
             callback_manager: Also for the model.
             **retriever_options: Of ``index.as_retriever``, as ``similarity_top_k``.
@@ -117,6 +123,7 @@ class DaricQueryEngine(RetrieverQueryEngine):
             llm,
             builder=builder,
             streaming=streaming,
+            output_cls=output_cls,
             node_postprocessors=node_postprocessors,
             callback_manager=callback_manager,
         )

@@ -176,7 +176,7 @@ class EngineLLM(LLM):
 
     def _settings(self) -> EngineSettings:
         key = self.api_key
-        return EngineSettings(
+        settings = EngineSettings(
             model=self.model,
             store=self.store,
             base_url=self.base_url,
@@ -184,6 +184,8 @@ class EngineLLM(LLM):
             config=self.config,
             engine_options=self.engine_options,
         )
+        settings.check()
+        return settings
 
     def _check_templates(self) -> None:
         """Refuse templates that would go unused."""

@@ -18,6 +18,7 @@ from llama_index.core.base.llms.types import (
     TextBlock,
 )
 from llama_index.core.base.response.schema import RESPONSE_TYPE
+from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.callbacks.base import CallbackManager
 from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
 from llama_index.core.prompts.mixin import PromptDictType
@@ -28,6 +29,7 @@ from llama_index.core.types import RESPONSE_TEXT_TYPE, TokenAsyncGen, TokenGen
 from daric_rag.errors import ConfigError
 from daric_rag.integrations._llama_index_llm import DaricLLM
 from daric_rag.integrations._llama_index_messages import document_block
+from daric_rag.integrations._llama_index_structured import guided, read
 from daric_rag.prompt import BuiltPrompt, PromptBuilder
 
 __all__ = ["REPORT_KEY", "DaricSynthesizer"]
@@ -74,11 +76,13 @@ class DaricSynthesizer(BaseSynthesizer):
         builder: Writes the prompt; its ``system`` comes before the model's
             ``system_prompt``. None: the nodes' bare texts, and the question.
         streaming: Whether responses stream.
+        output_cls: A class of pydantic that answers are objects of, by guided
+            decoding: responses are then `PydanticResponse`.
         empty_response: Answer where there are no nodes.
         callback_manager: Also for the model.
 
     Raises:
-        ConfigError: `llm` is no `DaricLLM`.
+        ConfigError: `llm` is no `DaricLLM`, or a class is to be streamed.
     """
 
     _llm: DaricLLM
@@ -89,10 +93,16 @@ class DaricSynthesizer(BaseSynthesizer):
         *,
         builder: PromptBuilder | None = None,
         streaming: bool = False,
+        output_cls: type[BaseModel] | None = None,
         empty_response: str | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
         """Open nothing yet."""
+        if streaming and output_cls is not None:
+            raise ConfigError(
+                "output_cls with streaming=True: an object is there when it is whole; "
+                "drop one of them, or use llm.stream_structured_predict"
+            )
         if not isinstance(llm, DaricLLM):
             raise ConfigError(
                 f"llm is a {type(llm).__name__}; DaricSynthesizer needs a DaricLLM, "
@@ -106,6 +116,7 @@ class DaricSynthesizer(BaseSynthesizer):
             prompt_helper=PromptHelper(),
             chat_prompt_helper=ChatPromptHelper(),
             streaming=streaming,
+            output_cls=output_cls,
             empty_response=empty_response,
         )
         builder = builder or PromptBuilder()
@@ -167,24 +178,25 @@ class DaricSynthesizer(BaseSynthesizer):
         Raises:
             DaricError: As in `DaricLLM.chat`.
         """
-        messages, report = self._written(query_str, text_chunks, response_kwargs)
+        options = self._guided(response_kwargs)
+        messages, report = self._written(query_str, text_chunks, options)
         if self._streaming:
-            answers = self._llm.stream_chat(messages, **response_kwargs)
-            return _tokens(answers, report)
-        return _text(self._llm.chat(messages, **response_kwargs), report)
+            return _tokens(self._llm.stream_chat(messages, **options), report)
+        return self._read(self._llm.chat(messages, **options), report)
 
     async def aget_response(
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
         """Answer a query from texts, each a chunk, concurrently with others."""
+        options = self._guided(response_kwargs)
         # Counting tokens may ask a server, or open the engine.
         messages, report = await asyncio.to_thread(
-            self._written, query_str, text_chunks, response_kwargs
+            self._written, query_str, text_chunks, options
         )
         if self._streaming:
-            answers = await self._llm.astream_chat(messages, **response_kwargs)
+            answers = await self._llm.astream_chat(messages, **options)
             return _atokens(answers, report)
-        return _text(await self._llm.achat(messages, **response_kwargs), report)
+        return self._read(await self._llm.achat(messages, **options), report)
 
     def _get_prompts(self) -> PromptDictType:
         return {}
@@ -200,6 +212,18 @@ class DaricSynthesizer(BaseSynthesizer):
         metadata = super()._get_metadata_for_response(nodes) or {}
         call = _call.get()
         return metadata if call is None else metadata | {REPORT_KEY: call.report}
+
+    def _guided(self, options: dict[str, Any]) -> dict[str, Any]:
+        cls = self._output_cls
+        return options if cls is None else guided(cls, options)
+
+    def _read(self, answer: ChatResponse, report: dict[str, Any]) -> str | BaseModel:
+        _note(answer, report)
+        text = answer.message.content or ""
+        if self._output_cls is None:
+            return text
+        finish_reason = answer.additional_kwargs["finish_reason"]
+        return read(self._output_cls, text, finish_reason)
 
     def _written(
         self, question: str, texts: Sequence[str], options: dict[str, Any]
@@ -243,11 +267,6 @@ def _fate(documents: Sequence[Any], built: BuiltPrompt) -> dict[str, Any]:
             for drop in built.dropped
         ],
     }
-
-
-def _text(response: ChatResponse, report: dict[str, Any]) -> str:
-    _note(response, report)
-    return response.message.content or ""
 
 
 def _tokens(answers: ChatResponseGen, report: dict[str, Any]) -> TokenGen:

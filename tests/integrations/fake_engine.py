@@ -29,8 +29,8 @@ class FakeEngine:
     def stream(self, prompt, **options):
         done = self.generate(prompt, **options)
         first, second = ((p,) for p in done.logprobs or (None, None))
-        yield Delta("Two ", (1,), first if done.logprobs else None)
-        yield Delta("words.", (2,), second if done.logprobs else None, done)
+        yield Delta(done.text[:4], (1,), first if done.logprobs else None)
+        yield Delta(done.text[4:], (2,), second if done.logprobs else None, done)
 
     async def agenerate(self, prompt, **options):
         return self.generate(prompt, **options)

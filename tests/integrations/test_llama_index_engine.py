@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from llama_index.core import SummaryIndex
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms import ChatMessage
+from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import NodeWithScore, TextNode
+from pydantic import BaseModel
 
 from daric_rag import ChunkedPrompt, EmbeddedEngine, PromptBuilder
 from daric_rag.data import load_demo_sets
@@ -195,3 +197,20 @@ def test_nodes_beyond_the_context_are_dropped(llm: DaricLLM) -> None:
     num_tokens = report["usage"]["prompt_tokens"]
     longest = num_tokens // len(kept) + 10
     assert 2044 - longest <= num_tokens <= 2044
+
+
+class Verdict(BaseModel):
+    answer: Literal["yes", "no"]
+
+
+async def test_answers_are_objects(llm: DaricLLM) -> None:
+    synthesizer = DaricSynthesizer(llm, builder=BUILDER, output_cls=Verdict)
+    question = "Is a bridge named in the documents?"
+    first = synthesizer.synthesize(question, NODES[:2], max_tokens=24)
+    second = await synthesizer.asynthesize(question, NODES[:2], max_tokens=24)
+    assert isinstance(first.response, Verdict)
+    assert second.response == first.response
+    prompt = PromptTemplate("Is the {what} wet?")
+    assert llm.structured_predict(
+        Verdict, prompt, llm_kwargs={"max_tokens": 24}, what="sea"
+    ).answer in ("yes", "no")

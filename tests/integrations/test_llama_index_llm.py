@@ -2,9 +2,9 @@
 
 import asyncio
 import pickle
-import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from llama_index.core.base.llms.types import (
@@ -22,13 +22,14 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 import daric_rag
 from daric_rag import DaricConfig, engine
 from daric_rag.engine import ChatPrompt, DocumentPart
 from daric_rag.errors import ConfigError, EngineClosedError, PromptError
 from daric_rag.integrations.llama_index import DaricLLM
+from tests.integrations import fake_engine
 from tests.integrations.fake_engine import DONE, FakeEngine
 
 HELLO = [ChatMessage("Hello?")]
@@ -333,6 +334,38 @@ def test_a_configuration_may_be_a_mapping():
         DaricLLM("m", config={"avg_chunk_budge": 64})
 
 
+class Town(BaseModel):
+    name: str
+    founded: int
+
+
+TOWN = Town(name="Skerrow", founded=1204)
+
+
+async def test_structured_predictions_are_guided(llm, fake, monkeypatch):
+    monkeypatch.setattr(fake_engine, "DONE", replace(DONE, text=TOWN.model_dump_json()))
+    prompt = PromptTemplate("Which town is {what}?")
+    found = [
+        llm.structured_predict(Town, prompt, what="old", llm_kwargs={"seed": 1}),
+        await llm.astructured_predict(Town, prompt, what="old"),
+        llm.as_structured_llm(Town).chat(HELLO).raw,
+        (await llm.as_structured_llm(Town).acomplete("Old?")).raw,
+    ]
+    assert found == [TOWN] * 4
+    assert {o["json_schema"]["title"] for _, o in fake.asked} == {"Town"}
+    assert fake.asked[0][1]["seed"] == 1
+
+
+async def test_structured_streams_are_guided(llm, fake, monkeypatch):
+    monkeypatch.setattr(fake_engine, "DONE", replace(DONE, text=TOWN.model_dump_json()))
+    prompt = PromptTemplate("Which town is {what}?")
+    partial = list(llm.stream_structured_predict(Town, prompt, what="old"))
+    stream = await llm.astream_structured_predict(Town, prompt, what="old")
+    for last in (partial[-1], (await consumed(stream))[-1]):
+        assert (last.name, last.founded) == ("Skerrow", 1204)
+    assert [o["json_schema"]["title"] for _, o in fake.asked] == ["Town"] * 2
+
+
 # --------------------------------------------------------------------------- engine
 
 
@@ -458,8 +491,3 @@ assert not [name for name in sys.modules if name.startswith("daric_rag.runtime")
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_sockets_are_blocked():
-    with pytest.raises(AssertionError, match="connects to"):
-        socket.create_connection(("127.0.0.1", 9))

@@ -2,11 +2,13 @@
 
 import asyncio
 import pickle
+from dataclasses import replace
 
 import pytest
 from llama_index.core import SummaryIndex
 from llama_index.core.base.response.schema import (
     AsyncStreamingResponse,
+    PydanticResponse,
     Response,
     StreamingResponse,
 )
@@ -17,6 +19,7 @@ from llama_index.core.llms import MockLLM
 from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import ImageNode, NodeWithScore, QueryBundle, TextNode
+from pydantic import BaseModel
 
 from daric_rag import PromptBuilder
 from daric_rag.engine import ChatPrompt, ChunkedPrompt, DocumentPart
@@ -28,6 +31,7 @@ from daric_rag.integrations.llama_index import (
     DaricQueryEngine,
     DaricSynthesizer,
 )
+from tests.integrations import fake_engine
 from tests.integrations.fake_engine import DONE, FakeEngine
 
 BUILDER = PromptBuilder(system="Be brief.", document_template="{title}\n{text}")
@@ -216,6 +220,37 @@ def test_options_go_to_the_model(llm, fake):
     assert (fake.asked[0][1]["max_tokens"], fake.asked[0][1]["reuse"]) == (3, "off")
     with pytest.raises(ConfigError, match="'top_q'"):
         DaricSynthesizer(llm).synthesize("Why?", NODES, top_q=3)
+
+
+class Town(BaseModel):
+    name: str
+    founded: int
+
+
+async def test_answers_may_be_objects(llm, fake, index, monkeypatch):
+    town = Town(name="Skerrow", founded=1204)
+    monkeypatch.setattr(fake_engine, "DONE", replace(DONE, text=town.model_dump_json()))
+    query_engine = DaricQueryEngine.from_index(index, llm, output_cls=Town)
+    for response in (query_engine.query("Why?"), await query_engine.aquery("Why?")):
+        assert isinstance(response, PydanticResponse)
+        assert response.response == town
+        assert response.metadata["daric"]["kept"] == ["a", "b", "c"]
+        assert fake.asked[-1][1]["json_schema"] == Town.model_json_schema()
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "mend"), [("length", "raise max_tokens"), ("stop", "another way")]
+)
+def test_an_answer_that_is_no_object(llm, monkeypatch, finish_reason, mend):
+    cut = replace(DONE, text='{"name": "Sk', finish_reason=finish_reason)
+    monkeypatch.setattr(fake_engine, "DONE", cut)
+    with pytest.raises(EngineError, match=f"is no Town .*{mend}"):
+        DaricSynthesizer(llm, output_cls=Town).synthesize("Why?", NODES)
+
+
+def test_objects_do_not_stream(llm):
+    with pytest.raises(ConfigError, match="output_cls with streaming"):
+        DaricSynthesizer(llm, output_cls=Town, streaming=True)
 
 
 def test_another_model_or_template_is_refused(llm):
