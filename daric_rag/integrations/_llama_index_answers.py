@@ -109,7 +109,7 @@ def raw_of(completion: Completion, model: str) -> dict[str, Any]:
             "prompt_tokens_details": {"cached_tokens": reuse.reused_tokens},
         },
         "reuse": asdict(reuse) | {"hit_tokens": reuse.hit_tokens},
-    } | ({} if completion.trace is None else {"trace": completion.trace})
+    } | ({} if completion.trace is None else {"trace": asdict(completion.trace)})
 
 
 def decoder_of(engine: Any) -> Decode:

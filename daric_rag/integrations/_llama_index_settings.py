@@ -74,7 +74,7 @@ class EngineLLM(LLM):
             fields["api_key"] = os.environ.get("DARIC_API_KEY")
         super().__init__(**{"model": model, **fields})
         self._check_templates()
-        GenerationOptions(**self._options({}))
+        self.checked_options({})
         self._opens_itself = engine is None
         self._source = EngineSource(self._settings() if engine is None else engine)
 
@@ -90,6 +90,14 @@ class EngineLLM(LLM):
     def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
+
+    async def __aenter__(self) -> Self:
+        """Return the model itself."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close."""
+        await self.aclose()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy in another process is made of: settings, no secrets.
@@ -147,6 +155,14 @@ class EngineLLM(LLM):
         """Give the engine back, without keeping the event loop waiting."""
         await self._source.aclose()
 
+    def checked_options(self, given: Mapping[str, Any]) -> GenerationOptions:
+        """Return a call's generation options: its own over this object's.
+
+        Raises:
+            ConfigError: One is unknown or refused.
+        """
+        return GenerationOptions(**self._options(given))
+
     def _known_context_window(self) -> int:
         if self.context_window is not None:
             return self.context_window
@@ -159,7 +175,7 @@ class EngineLLM(LLM):
         return known
 
     def _options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a call's generation options: its own over this object's."""
+        """Return a call's options by name; their values are the engine's affair."""
         for name in (*self.additional_kwargs, *given):
             if name not in _OPTIONS:
                 raise ConfigError(

@@ -232,9 +232,9 @@ class DaricSynthesizer(BaseSynthesizer):
         call = _call.get()
         documents: Sequence[Any] = texts if call is None else call.nodes
         report = {} if call is None else call.report
-        llm, layout = self._llm, self._llm.engine.layout
-        window = llm.metadata.context_window
-        num_answer = min(options.get("max_tokens", llm.max_tokens), window // 2)
+        num_answer = self._llm.checked_options(options).max_tokens
+        layout, window = self._llm.engine.layout, self._llm.metadata.context_window
+        num_answer = min(num_answer, window // 2)
         built = self._builder.fit(
             documents, question, window - num_answer, lambda p: layout(p).prompt_len
         )
