@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable
 
 import pytest
 
-from daric_rag import Delta, Engine
+from daric_rag import Delta, Engine, TokenPrompt
 from daric_rag.config import DaricConfig
+from daric_rag.engine import Prompt
+from daric_rag.errors import EngineClosedError
 from daric_rag.input_processor import InputProcessor
+from daric_rag.layout import PromptLayout
 from daric_rag.runtime.client import ClientEngine
 from daric_rag.runtime.request_stream import RequestStream, Submission
 from tests.remote.fake_server import PROMPT, LocalTokenizer
@@ -25,32 +29,39 @@ class NoLoop:
     def check_process(self) -> None:
         pass
 
+    def check_open(self) -> None:
+        if "close" in self._calls:
+            raise EngineClosedError("closed")
+
     def stop(self) -> None:
         self._calls.append("stop")
+
+    def close(self) -> None:
+        self._calls.append("close")
 
 
 class HandEngine(ClientEngine):
     """Runs nothing.
 
     Attributes:
-        puts: What its requests' outputs would go to.
+        submissions: Its requests.
+        puts: What their outputs would go to.
         calls: How it was closed.
     """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self._loop = NoLoop(self.calls)
+        super().__init__(NoLoop(self.calls))
         self._processor = InputProcessor(
             LocalTokenizer(), config=DaricConfig(), block_size=16, max_model_len=500
         )
+        self.submissions: list[Submission] = []
         self.puts: list[Callable[[Delta | BaseException], None]] = []
-
-    def close(self) -> None:
-        self.calls.append("close")
 
     def _submit(
         self, submission: Submission, put: Callable[[Delta | BaseException], None]
     ) -> RequestStream:
+        self.submissions.append(submission)
         self.puts.append(put)
         return RequestStream(submission, put)
 
@@ -63,8 +74,9 @@ def test_an_event_loop_that_closes_is_no_failure_of_the_engine(
 
     async def cancelled() -> None:
         asking = asyncio.ensure_future(engine.agenerate(PROMPT))
-        while not engine.puts:
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(10):
+            while not engine.puts:
+                await asyncio.sleep(0.001)
         loop = asyncio.get_running_loop()
         with monkeypatch.context() as closing:
             # Closed between any look and the call.
@@ -91,3 +103,41 @@ async def test_every_engine_is_closed_by_async_with() -> None:
 def test_every_engine_has_the_methods_of_the_protocol(name: str) -> None:
     wanted = inspect.signature(getattr(Engine, name))
     assert inspect.signature(getattr(ClientEngine, name)) == wanted
+
+
+async def test_a_closed_engine_says_so_where_its_threads_are_gone() -> None:
+    engine = HandEngine()
+    engine.close()
+    with pytest.raises(EngineClosedError, match="closed"):
+        await engine.agenerate(PROMPT)
+    assert not engine.puts
+
+
+async def test_requests_carry_when_their_clients_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever thread lays them out first."""
+    engine, laid_out = HandEngine(), threading.Event()
+    layout = engine.layout
+
+    def waiting(prompt: Prompt) -> PromptLayout:
+        if prompt is first:
+            assert laid_out.wait(10)
+        done = layout(prompt)
+        laid_out.set()
+        return done
+
+    monkeypatch.setattr(engine, "layout", waiting)
+    first, second = (TokenPrompt(chunks=PROMPT.chunks) for _ in range(2))
+    asking = [asyncio.ensure_future(engine.agenerate(one)) for one in (first, second)]
+    async with asyncio.timeout(10):
+        while len(engine.submissions) < 2:
+            await asyncio.sleep(0.001)
+    later, earlier = (one.arrival_time for one in engine.submissions)
+    assert earlier is not None
+    assert later is not None
+    assert earlier <= later
+    for one in asking:
+        one.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    engine.close()
