@@ -112,7 +112,7 @@ class ChatDaric(ChatRequests):
             max_pending: Most documents that wait.
         """
         queue = BackgroundPrewarm(
-            self._source.get,
+            self._engine_source().get,
             builder=builder,
             namespace=self.namespace,
             max_pending=max_pending,
@@ -186,7 +186,7 @@ class ChatDaric(ChatRequests):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        engine = self._source.get()
+        engine = self._engine_source().get()
         prompt, options, form = self._request(engine, messages, stop, kwargs)
         return chat_result(engine.generate(prompt, **options), form)
 
@@ -197,7 +197,7 @@ class ChatDaric(ChatRequests):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        engine = await self._source.aget()
+        engine = await self._engine_source().aget()
         prompt, options, form = self._request(engine, messages, stop, kwargs)
         return chat_result(await engine.agenerate(prompt, **options), form)
 
@@ -208,7 +208,7 @@ class ChatDaric(ChatRequests):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        engine = self._source.get()
+        engine = self._engine_source().get()
         prompt, options, form = self._request(
             engine, messages, stop, kwargs, is_streamed=True
         )
@@ -227,7 +227,7 @@ class ChatDaric(ChatRequests):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        engine = await self._source.aget()
+        engine = await self._engine_source().aget()
         prompt, options, form = self._request(
             engine, messages, stop, kwargs, is_streamed=True
         )
@@ -305,7 +305,7 @@ class ChatDaric(ChatRequests):
     ) -> int:
         """Return the length of these messages' prompt, in tokens."""
         described = [convert_to_openai_tool(tool) for tool in tools or ()]
-        engine = self._source.get()
+        engine = self._engine_source().get()
         prompt, _, _ = self._request(
             engine, messages, None, {**kwargs, "tools": described}
         )

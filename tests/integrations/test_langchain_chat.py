@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,14 @@ from langchain_core.messages import (
 from langchain_core.rate_limiters import InMemoryRateLimiter
 from pydantic import BaseModel, ValidationError
 
-from daric_rag import ChatMessage, ConfigError, DaricConfig, DocumentPart, PromptError
+from daric_rag import (
+    ChatMessage,
+    ConfigError,
+    DaricConfig,
+    Delta,
+    DocumentPart,
+    PromptError,
+)
 from daric_rag.integrations.langchain import ChatDaric, document_block
 from tests.integrations.fakes import STATS, FakeEngine
 
@@ -118,6 +126,25 @@ def sum_of(chunks: list[Any]) -> Any:
     for chunk in chunks[1:]:
         total += chunk
     return total
+
+
+def test_log_probabilities_are_in_the_metadata() -> None:
+    class Sure(FakeEngine):
+        def generate(self, prompt: Any, **options: Any) -> Any:
+            done = super().generate(prompt, **options)
+            return replace(done, logprobs=({0: -0.5, 7: -2.0}, {1: -1.0}))
+
+        def stream(self, prompt: Any, **options: Any) -> Any:
+            done = self.generate(prompt, **options)
+            yield Delta("Hm", (0,), done.logprobs[:1])
+            yield Delta("m", (1,), done.logprobs[1:], done)
+
+    chat = chat_on(Sure("Hm"), logprobs=2)
+    for answer in (chat.invoke("?"), sum_of(list(chat.stream("?")))):
+        first, second = answer.response_metadata["logprobs"]["content"]
+        assert (first["token_id"], first["logprob"]) == (0, -0.5)
+        assert first["top_logprobs"][1] == {"token_id": 7, "logprob": -2.0}
+        assert second["logprob"] == -1.0
 
 
 def test_a_stream_that_is_left_ends_the_request() -> None:
@@ -363,6 +390,13 @@ def test_unknown_keywords_and_other_models_are_refused() -> None:
         chat.invoke("?", unknown=1)
     with pytest.raises(ConfigError, match="another ChatDaric"):
         chat.invoke("?", model="b")
+
+
+@pytest.mark.parametrize("change", [{"model": "b"}, {"config": {"mtaf": "exp"}}])
+def test_another_engine_needs_another_object(change: dict[str, Any]) -> None:
+    chat = ChatDaric(model="a").model_copy(update=change)
+    with pytest.raises(ConfigError, match="make a new one"):
+        chat.invoke("?")
 
 
 def test_options_of_one_request() -> None:
