@@ -26,7 +26,11 @@ _GUIDES = ("json_schema", "json_object", "regex", "choice", "structural_tag")
 
 _PROBE = {
     "type": "function",
-    "function": {"name": "probe", "description": "", "parameters": {}},
+    "function": {
+        "name": "probe",
+        "description": "Does nothing.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+    },
 }
 
 
@@ -58,19 +62,13 @@ class ChatRequests(ChatFields):
             raise ConfigError(
                 "a request cannot have another model; make another ChatDaric"
             )
-        options = self._options(given, stop, is_streamed)
         if choice == "none":
             tools = []
+        options = self._options(given, stop, is_streamed)
         chosen = chosen_tools(tools, choice) if tools else []
         conversation = conversation_of(messages, self._settings.delimiter)
-        as_text = (
-            bool(self._as_text(engine)) if _needs_tools(tools, conversation) else 0
-        )
-        if not any(options.get(name) for name in _GUIDES):
-            if chosen:
-                options["json_schema"] = call_schema(chosen)
-            elif tools and as_text:
-                options["structural_tag"] = call_tags(tools)
+        as_text = _needs_tools(tools, conversation) and self._as_text(engine)
+        options |= _guide(options, tools, chosen, as_text)
         names = [tool["function"]["name"] for tool in tools]
         form = AnswerForm(self._model_name(), bool(chosen), names)
         if as_text:
@@ -108,6 +106,25 @@ class ChatRequests(ChatFields):
             except PromptError:
                 self._has_template = False
         return not self._has_template
+
+
+def _guide(
+    options: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]],
+    chosen: Sequence[Mapping[str, Any]],
+    as_text: bool,
+) -> dict[str, Any]:
+    """Return what guides decoding so that calls are valid."""
+    own = [name for name in _GUIDES if options.get(name) not in (None, False)]
+    if own and chosen:
+        raise ConfigError(
+            f"{own[0]} and a tool call that must be made cannot be combined; pass "
+            f'tool_choice="none" or "auto"'
+        )
+    if chosen:
+        return {"json_schema": call_schema(chosen)}
+    # A template's own form of calls is known to the model, and to nobody else.
+    return {"structural_tag": call_tags(tools)} if tools and as_text and not own else {}
 
 
 def tool_choice_of(choice: str | bool | Mapping[str, Any] | None, default: str) -> str:

@@ -321,6 +321,17 @@ def test_calls_and_results_of_earlier_turns() -> None:
     assert without.requests[0][0].messages[-1].role == "user"
 
 
+def test_a_guide_of_one_s_own_beside_tools() -> None:
+    engine = FakeEngine(has_tools=False)
+    chat = chat_on(engine)
+    chat.bind_tools([Add], regex="a").invoke("?")
+    options = engine.requests[0][1]
+    assert "structural_tag" not in options
+    assert options["regex"] == "a"
+    with pytest.raises(ConfigError, match="json_schema and a tool call"):
+        chat.bind_tools([Add], tool_choice="any", json_schema={}).invoke("?")
+
+
 @pytest.mark.parametrize("choice", ["Subtract", {"type": "function"}])
 def test_a_choice_of_no_tool_is_refused(choice: Any) -> None:
     with pytest.raises(ConfigError, match=r"tool_choice.*Add"):
