@@ -123,6 +123,12 @@ class EngineSource:
         """Return another source of the same engine."""
         return EngineSource(self._origin)
 
+    def is_of(self, origin: EngineSettings | Engine) -> bool:
+        """Return whether that is where this source's engine comes from."""
+        if isinstance(origin, EngineSettings):
+            return origin == self._origin
+        return origin is self._origin
+
     @property
     def is_open(self) -> bool:
         """Whether there is an engine by now."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+import weakref
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -105,6 +107,20 @@ class ChatFields(BaseChatModel):
         self._source = EngineSource(self._origin())
         return self
 
+    def _engine_source(self) -> EngineSource:
+        """Return where the engine comes from.
+
+        Raises:
+            ConfigError: A setting of the engine was changed since.
+        """
+        origin = self._origin()
+        if not self._source.is_of(origin):
+            raise ConfigError(
+                "model, store, base_url, api_key, config, engine_options or engine was "
+                "changed after this object was made; make a new one"
+            )
+        return self._source
+
     def _own_options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in OPTION_FIELDS}
 
@@ -126,7 +142,7 @@ class ChatFields(BaseChatModel):
             store=self.store,
             base_url=self.base_url,
             api_key=self._key(),
-            config=self._settings,
+            config=DaricConfig.from_dict(self.config or {}),
             engine_options=self._engine_keywords(),
         )
         settings.check()
@@ -165,10 +181,14 @@ class ChatFields(BaseChatModel):
         }
 
 
+_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
 def _identity_of(engine: Any) -> str | None:
-    """Return what tells engines apart that were passed in; ids are of one process."""
+    """Return a name of an engine that was passed in, which no other one ever has.
+
+    What it was opened with is unknown, and the address of a dropped one is used again.
+    """
     if engine is None:
         return None
-    names = ("base_url", "model", "model_path")
-    known = [str(getattr(engine, name)) for name in names if hasattr(engine, name)]
-    return " ".join([type(engine).__name__, *known]) if known else f"id {id(engine)}"
+    return _names.setdefault(engine, f"{type(engine).__name__} {uuid.uuid4().hex}")

@@ -131,13 +131,13 @@ def _parts(index: int, content: Any) -> Iterator[str | DocumentPart]:
             )
 
 
-def _calls(message: BaseMessage) -> list[dict[str, Any]]:
+def _calls(message: BaseMessage) -> tuple[dict[str, Any], ...]:
     calls = message.tool_calls if isinstance(message, AIMessage) else []
-    return [
+    return tuple(
         {
             "id": call["id"],
             "type": "function",
             "function": {"name": call["name"], "arguments": call["args"]},
         }
         for call in calls
-    ]
+    )

@@ -15,7 +15,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from daric_rag.engine import Completion, Delta
 from daric_rag.integrations._tool_calls import CallReader, ToolCall
 
-__all__ = ["AnswerForm", "AnswerStream", "chat_result"]
+__all__ = ["AnswerForm", "AnswerStream", "chat_result", "combined_outputs"]
 
 PROVIDER = "daric"
 
@@ -110,6 +110,15 @@ def chat_result(completion: Completion, form: AnswerForm) -> ChatResult:
             },
         },
     )
+
+
+def combined_outputs(outputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return several requests' ``llm_output`` as one; cached answers have none."""
+    usages = [output["token_usage"] for output in outputs]
+    if not usages:
+        return {}
+    totals = {name: sum(usage[name] for usage in usages) for name in usages[0]}
+    return {**outputs[0], "token_usage": totals}
 
 
 def _generation(answer: Completion, form: AnswerForm) -> ChatGeneration:

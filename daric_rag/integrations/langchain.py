@@ -1,7 +1,7 @@
 """daric_rag in LangChain: a chat model whose documents are cached wherever they stand.
 
     model = ChatDaric(model="smollm2-135m")
-    prompt = DaricPromptTemplate(system="Answer from the documents.")
+    prompt = DaricPromptTemplate(builder=PromptBuilder(system="Answer briefly."))
     chain = {"documents": retriever, "question": RunnablePassthrough()} | prompt | model
     chain.invoke("Who built the mill?").usage_metadata
 
@@ -10,6 +10,7 @@ Importing this needs neither torch nor vLLM; the engine opens with the first req
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from typing import Any, Literal, Self, cast
@@ -25,37 +26,38 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import BaseModel
+from pydantic import BaseModel, PrivateAttr
 
-from daric_rag.engine import ChatMessage, ChatPrompt, Engine, GenerationOptions
-from daric_rag.errors import ConfigError, PromptError
-from daric_rag.integrations._langchain_fields import ChatFields
-from daric_rag.integrations._langchain_messages import conversation_of, document_block
+from daric_rag.integrations._langchain_messages import document_block
+from daric_rag.integrations._langchain_prewarm import PrewarmRetriever
+from daric_rag.integrations._langchain_prompt import (
+    DaricPromptTemplate,
+    create_daric_chain,
+)
+from daric_rag.integrations._langchain_requests import ChatRequests, tool_choice_of
 from daric_rag.integrations._langchain_results import (
     PROVIDER,
-    AnswerForm,
     AnswerStream,
     chat_result,
+    combined_outputs,
 )
 from daric_rag.integrations._langchain_structured import structured_output
-from daric_rag.integrations._tool_calls import (
-    call_schema,
-    call_tags,
-    chosen_tools,
-    with_tools_as_text,
-)
+from daric_rag.integrations._tool_calls import chosen_tools
+from daric_rag.prewarm_queue import BackgroundPrewarm
+from daric_rag.prompt import PromptBuilder
 
-__all__ = ["ChatDaric", "document_block"]
-
-_GUIDES = ("json_schema", "json_object", "regex", "choice", "structural_tag")
-
-_PROBE = {
-    "type": "function",
-    "function": {"name": "probe", "description": "", "parameters": {}},
-}
+__all__ = [
+    "BackgroundPrewarm",
+    "ChatDaric",
+    "DaricPromptTemplate",
+    "PrewarmRetriever",
+    "PromptBuilder",
+    "create_daric_chain",
+    "document_block",
+]
 
 
-class ChatDaric(ChatFields):
+class ChatDaric(ChatRequests):
     """A chat model that reuses documents' KV caches at any position.
 
     System text, earlier turns, tools' descriptions and documents in messages (see
@@ -98,15 +100,35 @@ class ChatDaric(ChatFields):
             ``"auto"``: as the template can.
     """
 
-    _has_template: bool | None = None
+    _queues: list[BackgroundPrewarm] = PrivateAttr(default_factory=list)
+
+    def background_prewarm(
+        self, builder: PromptBuilder | None = None, *, max_pending: int = 256
+    ) -> BackgroundPrewarm:
+        """Return a queue that caches documents on this engine, closed with the model.
+
+        Args:
+            builder: The prompt's own, so that it writes documents as the prompt does.
+            max_pending: Most documents that wait.
+        """
+        queue = BackgroundPrewarm(
+            self._engine_source().get,
+            builder=builder,
+            namespace=self.namespace,
+            max_pending=max_pending,
+        )
+        self._queues.append(queue)
+        return queue
 
     def close(self) -> None:
         """Give the engine back; it closes with its last user. Final."""
+        for queue in self._queues:
+            queue.close()
         self._source.close()
 
     async def aclose(self) -> None:
         """Close, without keeping the event loop waiting."""
-        await self._source.aclose()
+        await asyncio.to_thread(self.close)
 
     def __enter__(self) -> Self:
         """Return the model itself."""
@@ -152,10 +174,10 @@ class ChatDaric(ChatFields):
         params.setdefault("ls_model_name", self._model_name())
         return params
 
-    def _model_name(self) -> str:
-        engine = self.engine
-        named = self.model or getattr(engine, "model_path", None)
-        return str(named or getattr(engine, "model", None) or self.base_url or PROVIDER)
+    def _combine_llm_outputs(
+        self, llm_outputs: list[dict[str, Any] | None]
+    ) -> dict[str, Any]:
+        return combined_outputs([output for output in llm_outputs if output])
 
     def _generate(
         self,
@@ -164,7 +186,7 @@ class ChatDaric(ChatFields):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        engine = self._source.get()
+        engine = self._engine_source().get()
         prompt, options, form = self._request(engine, messages, stop, kwargs)
         return chat_result(engine.generate(prompt, **options), form)
 
@@ -175,7 +197,7 @@ class ChatDaric(ChatFields):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        engine = await self._source.aget()
+        engine = await self._engine_source().aget()
         prompt, options, form = self._request(engine, messages, stop, kwargs)
         return chat_result(await engine.agenerate(prompt, **options), form)
 
@@ -186,7 +208,7 @@ class ChatDaric(ChatFields):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        engine = self._source.get()
+        engine = self._engine_source().get()
         prompt, options, form = self._request(
             engine, messages, stop, kwargs, is_streamed=True
         )
@@ -205,7 +227,7 @@ class ChatDaric(ChatFields):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        engine = await self._source.aget()
+        engine = await self._engine_source().aget()
         prompt, options, form = self._request(
             engine, messages, stop, kwargs, is_streamed=True
         )
@@ -241,7 +263,7 @@ class ChatDaric(ChatFields):
             ConfigError: `tool_choice` names no tool.
         """
         described = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
-        choice = _choice(tool_choice, self.tool_choice)
+        choice = tool_choice_of(tool_choice, self.tool_choice)
         chosen_tools(described, choice)
         return super().bind(tools=described, tool_choice=choice, **kwargs)
 
@@ -283,95 +305,8 @@ class ChatDaric(ChatFields):
     ) -> int:
         """Return the length of these messages' prompt, in tokens."""
         described = [convert_to_openai_tool(tool) for tool in tools or ()]
-        engine = self._source.get()
+        engine = self._engine_source().get()
         prompt, _, _ = self._request(
             engine, messages, None, {**kwargs, "tools": described}
         )
         return engine.layout(prompt).prompt_len
-
-    def _request(
-        self,
-        engine: Engine,
-        messages: Sequence[BaseMessage],
-        stop: list[str] | None,
-        kwargs: Mapping[str, Any],
-        *,
-        is_streamed: bool = False,
-    ) -> tuple[ChatPrompt, dict[str, Any], AnswerForm]:
-        """Return a request's prompt, its options, and how to read its answer."""
-        given = dict(kwargs)
-        given.pop("stream", None)  # It brought the request here.
-        tools = list(given.pop("tools", None) or ())
-        choice = _choice(given.pop("tool_choice", None), self.tool_choice)
-        if "model" in given and given.pop("model") != self.model:
-            raise ConfigError(
-                "a request cannot have another model; make another ChatDaric"
-            )
-        options = self._options(given, stop, is_streamed)
-        if choice == "none":
-            tools = []
-        chosen = chosen_tools(tools, choice) if tools else []
-        conversation = conversation_of(messages, self._settings.delimiter)
-        as_text = (
-            bool(self._as_text(engine)) if _needs_tools(tools, conversation) else 0
-        )
-        if not any(options.get(name) for name in _GUIDES):
-            if chosen:
-                options["json_schema"] = call_schema(chosen)
-            elif tools and as_text:
-                options["structural_tag"] = call_tags(tools)
-        names = [tool["function"]["name"] for tool in tools]
-        form = AnswerForm(self._model_name(), bool(chosen), names)
-        if as_text:
-            conversation, tools = with_tools_as_text(conversation, tools), []
-        return ChatPrompt(conversation, tools=tools), options, form
-
-    def _options(
-        self, given: dict[str, Any], stop: list[str] | None, is_streamed: bool
-    ) -> dict[str, Any]:
-        known = GenerationOptions.__dataclass_fields__
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            raise ConfigError(
-                f"{', '.join(map(repr, unknown))} cannot be passed to ChatDaric; "
-                f"known: {', '.join(known)}, tools, tool_choice"
-            )
-        options = {**self._own_options(), **given}
-        if stop is not None:
-            options["stop"] = stop
-        if is_streamed and options["n"] != 1:
-            raise ConfigError(
-                f"n is {options['n']}, and only one answer can be streamed; pass n=1, "
-                f"or use invoke, batch or generate"
-            )
-        return options
-
-    def _as_text(self, engine: Engine) -> bool:
-        """Return whether tools are described in the system text."""
-        if self.tool_format != "auto":
-            return self.tool_format == "text"
-        if self._has_template is None:
-            try:
-                engine.layout(ChatPrompt([ChatMessage("user", "-")], tools=[_PROBE]))
-                self._has_template = True
-            except PromptError:
-                self._has_template = False
-        return not self._has_template
-
-
-def _choice(choice: str | bool | Mapping[str, Any] | None, default: str) -> str:
-    if choice is None:
-        return default
-    if isinstance(choice, bool):
-        return "any" if choice else "none"
-    if isinstance(choice, Mapping):
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        choice = name if isinstance(name, str) else str(dict(choice))
-    return choice
-
-
-def _needs_tools(tools: Sequence[Any], conversation: Sequence[ChatMessage]) -> bool:
-    return bool(tools) or any(
-        message.role == "tool" or message.tool_calls for message in conversation
-    )

@@ -1,20 +1,21 @@
-"""Integrations' own tests open no sockets, unless they start an engine."""
+"""Integrations are tested without a network, but for those that start an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import socket
+from typing import NoReturn
 
 import pytest
-from pytest_socket import disable_socket, enable_socket
 
 
 @pytest.fixture(autouse=True)
-def _no_sockets(request: pytest.FixtureRequest) -> Iterator[None]:
-    # An engine has sockets of its own, between its parts.
-    if request.node.get_closest_marker("engine"):
-        yield
-        return
-    # An event loop's own pair of sockets has no address.
-    disable_socket(allow_unix_socket=True)
-    yield
-    enable_socket()
+def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every connection fail in tests of no engine."""
+
+    def refuse(*arguments: object) -> NoReturn:
+        raise AssertionError(f"a unit test connects to {arguments[-1]}")
+
+    if request.node.get_closest_marker("engine") is None:
+        for name in ("connect", "connect_ex"):
+            monkeypatch.setattr(socket.socket, name, refuse)
+        monkeypatch.setattr(socket, "getaddrinfo", refuse)

@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 FENCED = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 EXAMPLE = ROOT / "examples" / "reordered_documents.py"
+# What the code for a framework shows; other code shows the engine's own counts.
+TOLD = {"langchain": "cache_read", "llama_index": "cached_tokens"}
 PYTHON = [code for language, code in FENCED if language == "python"]
 MAKE = sorted(set(re.findall(r"`?\bmake(?: DEVICE=cpu)? ([a-z]+)\b", README)))
 
@@ -110,8 +112,8 @@ def test_python_runs(code: str, cache_home: Path, real_model: Path) -> None:
         cwd=cache_home.parent,
     )
     assert done.returncode == 0, done.stderr
-    told = "cached_tokens" if "integrations.llama_index" in code else "ReuseStats("
-    assert told in done.stdout
+    told = [word for name, word in TOLD.items() if f"integrations.{name}" in code]
+    assert (told or ["ReuseStats("])[0] in done.stdout
     assert (cache_home / "daric_rag" / "store").is_dir()
 
 
