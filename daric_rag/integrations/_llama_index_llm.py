@@ -104,7 +104,7 @@ class DaricLLM(StructuredLLM):
     ) -> ChatResponse:
         """Answer a conversation; concurrent calls are batched by the engine."""
         prompt, options = self._chat_request(messages, **kwargs)
-        engine = await self._source.aget()
+        engine = await self._engine_source().aget()
         return self._answer(await engine.agenerate(prompt, **options)).chat()
 
     @llm_chat_callback()
@@ -121,7 +121,7 @@ class DaricLLM(StructuredLLM):
     ) -> ChatResponseAsyncGen:
         """Answer a conversation piece by piece, concurrently with others."""
         prompt, options = self._chat_request(messages, **kwargs)
-        engine = await self._source.aget()
+        engine = await self._engine_source().aget()
         return self._astreamed(engine.astream(prompt, **options), Answer.chat)
 
     @llm_completion_callback()
@@ -148,7 +148,7 @@ class DaricLLM(StructuredLLM):
     ) -> CompletionResponse:
         """Answer a text; concurrent calls are batched by the engine."""
         text, options = _text_prompt(prompt, formatted), self._options(kwargs)
-        engine = await self._source.aget()
+        engine = await self._engine_source().aget()
         return self._answer(await engine.agenerate(text, **options)).complete()
 
     @llm_completion_callback()
@@ -165,7 +165,7 @@ class DaricLLM(StructuredLLM):
     ) -> CompletionResponseAsyncGen:
         """Answer a text piece by piece, concurrently with others."""
         text, options = _text_prompt(prompt, formatted), self._options(kwargs)
-        engine = await self._source.aget()
+        engine = await self._engine_source().aget()
         return self._astreamed(engine.astream(text, **options), Answer.complete)
 
     def _chat_request(

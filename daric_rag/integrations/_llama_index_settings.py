@@ -118,7 +118,7 @@ class EngineLLM(LLM):
     @property
     def engine(self) -> Engine:
         """The engine. The first one to ask opens it, which takes seconds."""
-        return self._source.get()
+        return self._engine_source().get()
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -163,6 +163,19 @@ class EngineLLM(LLM):
         """
         return GenerationOptions(**self._options(given))
 
+    def _engine_source(self) -> EngineSource:
+        """Return where the engine comes from.
+
+        Raises:
+            ConfigError: A copy has other settings of the engine than its original.
+        """
+        if self._opens_itself and not self._source.is_of(self._settings()):
+            raise ConfigError(
+                f"{', '.join(('model', *_OPENING))}: one of them is not what this "
+                f"object was made with; make a new one instead of changing a copy"
+            )
+        return self._source
+
     def _known_context_window(self) -> int:
         if self.context_window is not None:
             return self.context_window
@@ -198,7 +211,7 @@ class EngineLLM(LLM):
             base_url=self.base_url,
             api_key=None if key is None else key.get_secret_value(),
             config=self.config,
-            engine_options=self.engine_options,
+            engine_options=dict(self.engine_options),
         )
         settings.check()
         return settings

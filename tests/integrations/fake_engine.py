@@ -10,6 +10,14 @@ DONE = Completion("Two words.", (1, 2), "stop", None, 0.5, REUSE)
 LOGPROBS = ({1: -0.1, 5: -2.0}, {6: -0.5, 2: -1.5})
 
 
+def deltas(done):
+    first, second = [(step,) for step in done.logprobs or ()] or (None, None)
+    return [
+        Delta(done.text[:4], (1,), first),
+        Delta(done.text[4:], (2,), second, done),
+    ]
+
+
 class FakeEngine:
     """A prompt has as many tokens as its texts have words."""
 
@@ -27,10 +35,7 @@ class FakeEngine:
         return DONE if options["logprobs"] is None else replace(DONE, logprobs=LOGPROBS)
 
     def stream(self, prompt, **options):
-        done = self.generate(prompt, **options)
-        first, second = ((p,) for p in done.logprobs or (None, None))
-        yield Delta(done.text[:4], (1,), first if done.logprobs else None)
-        yield Delta(done.text[4:], (2,), second if done.logprobs else None, done)
+        yield from deltas(self.generate(prompt, **options))
 
     async def agenerate(self, prompt, **options):
         return self.generate(prompt, **options)

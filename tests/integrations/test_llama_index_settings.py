@@ -3,6 +3,7 @@
 import pickle
 import subprocess
 import sys
+from copy import deepcopy
 
 import pytest
 from llama_index.core.base.llms.types import (
@@ -160,6 +161,26 @@ def test_a_given_engine_is_not_closed(llm, fake):
     # The fake has no close() to call.
     llm.close()
     assert fake.asked == []
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": "other"}, {"store": "kv"}, {"engine_options": {"dtype": "x"}}]
+)
+async def test_a_changed_copy_is_refused(change):
+    llm = DaricLLM("m", context_window=50)
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(llm, *next(iter(change.items())))
+    copy = llm.model_copy(update=change)
+    with pytest.raises(ConfigError, match="make a new one"):
+        copy.chat(HELLO)
+    with pytest.raises(ConfigError, match="make a new one"):
+        await copy.achat(HELLO)
+
+
+def test_a_copy_may_have_other_options(llm, fake):
+    llm.model_copy(update={"seed": 5}).chat(HELLO)
+    deepcopy(llm).chat(HELLO, seed=6)
+    assert [options["seed"] for _, options in fake.asked] == [5, 6]
 
 
 def test_metadata(llm, fake):
