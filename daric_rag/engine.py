@@ -168,11 +168,12 @@ class Engine(Protocol):
         """Answer one prompt piece by piece, concurrently with others."""
         ...
 
-    def prewarm(self, documents: Sequence[Any]) -> int:
+    def prewarm(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
         """Compute and store documents ahead of the prompts that will hold them.
 
         Args:
             documents: As in `ChunkedPrompt.documents`.
+            namespace: Tenant to store them for; None is the configuration's.
 
         Returns:
             How many documents had to be computed.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from daric_rag.config import shown
 from daric_rag.errors import ConfigError
@@ -33,6 +34,14 @@ class GenerationOptions:
         max_tokens: Most tokens to generate, at least 1.
         temperature: At least 0; 0 is greedy.
         top_p: Nucleus, in (0, 1].
+        top_k: Only so many most likely tokens are drawn from; 0: all.
+        min_p: Only tokens at least so likely as this share of the likeliest one's
+            probability, in [0, 1].
+        presence_penalty: Taken from the logit of every token of the answer so far, in
+            [-2, 2].
+        frequency_penalty: The same, once per occurrence, in [-2, 2].
+        repetition_penalty: Divides the logit of every token of prompt and answer, above
+            0; 1 is none.
         stop: Strings that end the answer and are cut from it.
         seed: Of this request's sampling; None is unseeded. Answer i of several is
             drawn with ``seed + i``, counted from 0.
@@ -48,6 +57,15 @@ class GenerationOptions:
             temperature above 0.
         priority: Requests of a lower one are scheduled first. Other than 0 only with
             an engine opened with ``scheduling_policy="priority"``.
+        json_schema: The answer is JSON of this schema. This and the next four are
+            guided decoding, of which a request has one: tokens that do not fit are
+            never drawn. An answer that ``max_tokens`` or ``stop`` ends is cut short all
+            the same.
+        json_object: Whether the answer is a JSON object, of whatever fields.
+        regex: The whole answer matches it.
+        choice: The answer is one of these texts.
+        structural_tag: Parts of the answer follow schemas, as xgrammar's structural
+            tags describe it; a mapping.
     """
 
     max_tokens: int = 256
@@ -63,6 +81,16 @@ class GenerationOptions:
     trace: bool = False
     n: int = 1
     priority: int = 0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    json_schema: Mapping[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    structural_tag: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Check every option, so that nothing is refused halfway."""
@@ -76,7 +104,8 @@ class GenerationOptions:
                 f"reuse is {self.reuse!r}; it must be one of {', '.join(_REUSE)}"
             )
         _check_stop(self.stop)
-        for name in ("ignore_eos", "trace"):
+        _check_guide(self)
+        for name in ("ignore_eos", "trace", "json_object"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name} is {shown(value)}; it must be a bool")
@@ -93,6 +122,21 @@ class GenerationOptions:
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    @property
+    def structured_outputs(self) -> dict[str, Any] | None:
+        """What guides decoding, by vLLM's names; None if nothing does."""
+        if self.json_schema is not None:
+            return {"json": dict(self.json_schema)}
+        if self.json_object:
+            return {"json_object": True}
+        if self.regex is not None:
+            return {"regex": self.regex}
+        if self.choice is not None:
+            return {"choice": list(self.choice)}
+        if self.structural_tag is not None:
+            return {"structural_tag": json.dumps(self.structural_tag)}
+        return None
 
 
 def _check_int(name: str, value: object, *, minimum: int) -> None:
@@ -112,6 +156,16 @@ def _check_sampling(options: GenerationOptions) -> None:
         raise ConfigError(
             f"top_p is {options.top_p!r}; it must be a number above 0 and at most 1"
         )
+    _check_int("top_k", options.top_k, minimum=0)
+    _check_range("min_p", options.min_p, 0, 1)
+    _check_range("presence_penalty", options.presence_penalty, -2, 2)
+    _check_range("frequency_penalty", options.frequency_penalty, -2, 2)
+    penalty = options.repetition_penalty
+    if not _is_number(penalty) or not 0 < penalty <= sys.float_info.max:
+        raise ConfigError(
+            f"repetition_penalty is {shown(penalty)}; it must be a finite number above "
+            f"0"
+        )
     if options.seed is not None:
         _check_int("seed", options.seed, minimum=0)
     _check_int("n", options.n, minimum=1)
@@ -128,6 +182,54 @@ def _check_temperature(value: object) -> None:
         raise ConfigError(
             f"temperature is {shown(value)}; it must be a finite number of at least 0"
         )
+
+
+def _check_range(name: str, value: object, lowest: int, highest: int) -> None:
+    if not _is_number(value) or not lowest <= value <= highest:
+        raise ConfigError(
+            f"{name} is {shown(value)}; it must be a number in [{lowest}, {highest}]"
+        )
+
+
+def _check_guide(options: GenerationOptions) -> None:
+    """Check what guides decoding: one thing, in a form that can be sent."""
+    given = [
+        name
+        for name in ("json_schema", "regex", "choice", "structural_tag")
+        if getattr(options, name) is not None
+    ]
+    if options.json_object is True:
+        given.append("json_object")
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} cannot be combined; pass one of them")
+    for name in ("json_schema", "structural_tag"):
+        _check_json(name, getattr(options, name))
+    if options.regex is not None and not isinstance(options.regex, str):
+        raise ConfigError(f"regex is {shown(options.regex)}; it must be a str or None")
+    choice = options.choice
+    if choice is not None and not (
+        isinstance(choice, Sequence)
+        and not isinstance(choice, str)
+        and choice
+        and all(isinstance(text, str) and text for text in choice)
+    ):
+        raise ConfigError(
+            f"choice is {shown(choice)}; it must be a non-empty list of non-empty str"
+        )
+
+
+def _check_json(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{name} is {shown(value)}; it must be a mapping, such as what a pydantic "
+            f"model's model_json_schema() returns"
+        )
+    try:
+        json.dumps(dict(value), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} must be plain JSON values ({error})") from error
 
 
 def _check_stop(stop: object) -> None:

@@ -178,11 +178,12 @@ class ClientEngine(ABC):
         finally:
             handle.abort()
 
-    def prewarm(self, documents: Sequence[Any]) -> int:
+    def prewarm(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
         """Compute and store documents ahead of the prompts that will hold them.
 
         Args:
             documents: As in `ChunkedPrompt.documents`.
+            namespace: Tenant to store them for; None is the configuration's.
 
         Returns:
             How many documents had to be computed.
@@ -192,10 +193,11 @@ class ClientEngine(ABC):
         """
         self._loop.check_process()
         titled = ChunkedPrompt(documents=documents, question="-").titled_texts()
+        options = GenerationOptions(max_tokens=1, namespace=namespace)
         submissions = [
             self._finish(
                 self._processor.document_layout(text, title),
-                GenerationOptions(max_tokens=1),
+                options,
                 save_tail=True,
             )
             for text, title in dict(titled).items()

@@ -23,6 +23,7 @@ from daric_rag.runtime.vllm_api import (
     VLLMClientError,
     has_cleanup,
     reuse_of_aborted,
+    structured_outputs_params,
     tokens_input,
 )
 
@@ -237,6 +238,9 @@ class EngineLoop:
         params = SamplingParams(
             **submission.sampling_fields, output_kind=RequestOutputKind.DELTA
         )
+        guide = submission.options.structured_outputs
+        if guide is not None:
+            params.structured_outputs = structured_outputs_params(guide)
         transfer = submission.kv_transfer_params
         if transfer is not None:
             params.extra_args = {"kv_transfer_params": transfer}

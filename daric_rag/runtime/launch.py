@@ -19,6 +19,7 @@ from typing import Any
 from daric_rag.config import DaricConfig
 from daric_rag.errors import ConfigError, DaricError, EngineError
 from daric_rag.runtime.engine_loop import EngineFacts
+from daric_rag.runtime.foreign_modules import settle_llvmlite
 from daric_rag.runtime.serving import (
     FIXED_OPTIONS,
     default_options,
@@ -147,6 +148,7 @@ def _start(
         }
     )
     engine_process = os.environ.get(_MULTIPROCESSING) == "1"
+    settle_llvmlite()
     with _environment(args.tensor_parallel_size), quiet():
         vllm_config = args.create_engine_config()
         # The connector asks again, but only once the model is loaded.

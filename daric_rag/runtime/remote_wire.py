@@ -39,15 +39,6 @@ _TOKEN = "token_id:"
 # What vLLM writes for minus infinity, which JSON lacks.
 _LOWEST_LOGPROB = -9999.0
 
-# What a model's own generation_config.json would decide otherwise.
-_NEUTRAL = {
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-
 
 def completion_body(submission: Submission, model: str, *, reuses: bool) -> bytes:
     """Return a request's body.
@@ -61,7 +52,7 @@ def completion_body(submission: Submission, model: str, *, reuses: bool) -> byte
     body: dict[str, Any] = {
         "model": model,
         "prompt": submission.layout.token_ids,
-        **_NEUTRAL,
+        # All of them: what is left out a model's generation_config.json would decide.
         **submission.sampling_fields,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -69,6 +60,9 @@ def completion_body(submission: Submission, model: str, *, reuses: bool) -> byte
         "return_tokens_as_token_ids": True,
         "priority": submission.options.priority,
     }
+    guide = submission.options.structured_outputs
+    if guide is not None:
+        body["structured_outputs"] = guide
     if reuses and submission.wire is not None:
         body["kv_transfer_params"] = submission.kv_transfer_params
         body["cache_salt"] = submission.cache_salt

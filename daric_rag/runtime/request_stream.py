@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from daric_rag.engine import Completion, Delta, GenerationOptions, ReuseStats
+from daric_rag.errors import EngineError
 from daric_rag.layout import PromptLayout
 from daric_rag.trace import RequestTrace
 from daric_rag.wire import (
@@ -57,6 +58,11 @@ class Submission:
             "max_tokens": options.max_tokens,
             "temperature": options.temperature,
             "top_p": options.top_p,
+            "top_k": options.top_k,
+            "min_p": options.min_p,
+            "presence_penalty": options.presence_penalty,
+            "frequency_penalty": options.frequency_penalty,
+            "repetition_penalty": options.repetition_penalty,
             "stop": options.stop_list,
             "seed": options.seed,
             "logprobs": options.logprobs,
@@ -120,6 +126,15 @@ class RequestStream:
         if self.done:
             return
         part = output.outputs[0]
+        if part.finish_reason == "error":
+            self.abort()
+            self.fail(
+                EngineError(
+                    "vLLM gave the request up, such as where it cannot compile what "
+                    "guides decoding; its log says why"
+                )
+            )
+            return
         answer = self._answers[part.index]
         if not answer.token_ids and part.token_ids:
             # TTFT ends where the first token reaches the client process.

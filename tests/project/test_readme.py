@@ -22,7 +22,9 @@ from tests.storage.records import CAPACITY_BYTES, RECORD_BYTES, record
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 FENCED = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLE = ROOT / "examples" / "reordered_documents.py"
+# What the code for a framework shows; other code shows the engine's own counts.
+TOLD = {"langchain": "cache_read", "llama_index": "cached_tokens"}
 PYTHON = [code for language, code in FENCED if language == "python"]
 MAKE = sorted(set(re.findall(r"`?\bmake(?: DEVICE=cpu)? ([a-z]+)\b", README)))
 
@@ -110,17 +112,17 @@ def test_python_runs(code: str, cache_home: Path, real_model: Path) -> None:
         cwd=cache_home.parent,
     )
     assert done.returncode == 0, done.stderr
-    assert "ReuseStats(" in done.stdout
+    told = [word for name, word in TOLD.items() if f"integrations.{name}" in code]
+    assert (told or ["ReuseStats("])[0] in done.stdout
     assert (cache_home / "daric_rag" / "store").is_dir()
 
 
 @pytest.mark.engine
 @pytest.mark.real_model
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_example_runs(path: Path, real_model: Path) -> None:
+def test_example_runs(real_model: Path) -> None:
     """As it is, with the real model; `real_model` has seen to its conversion."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(path)],
+        [sys.executable, "-W", "error", str(EXAMPLE)],
         check=False,
         capture_output=True,
         text=True,

@@ -96,6 +96,24 @@ def test_a_request_carries_what_the_scheduler_side_checks(
     assert len(headers["x-request-id"]) == 32
 
 
+def test_sampling_and_guides_travel_by_vllms_names(
+    server: FakeServer, engine: RemoteEngine
+) -> None:
+    sampling = {
+        "top_k": 40,
+        "min_p": 0.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.2,
+    }
+    engine.generate(PROMPT, json_schema={"type": "object"}, **sampling)
+    engine.generate(PROMPT)
+    guided, plain = server.bodies
+    assert {name: guided[name] for name in sampling} == sampling
+    assert guided["structured_outputs"] == {"json": {"type": "object"}}
+    assert "structured_outputs" not in plain
+
+
 def test_every_request_has_an_id_of_its_own(
     server: FakeServer, engine: RemoteEngine
 ) -> None:

@@ -435,6 +435,14 @@ def test_prewarmed_documents_are_hits(harness_of: HarnessPool, alignment: Any) -
         assert all(chunk.end % engine.block_size == 0 for chunk in layout.chunks[:-1])
 
 
+def test_prewarming_is_for_one_tenant(harness: Harness) -> None:
+    texts = [f"For one tenant: {text}" for text in DOCUMENTS]
+    prewarm = harness.engine.prewarm
+    assert prewarm(texts, namespace="one") == len(texts)
+    assert prewarm(texts, namespace="one") == 0
+    assert prewarm(texts) == len(texts)
+
+
 def test_prewarming_a_too_long_document_is_refused_before_any_work(
     harness: Harness,
 ) -> None:

@@ -1,0 +1,146 @@
+"""From LangChain's call to an engine's request: prompt, options, and how it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from langchain_core.messages import BaseMessage
+from pydantic import PrivateAttr
+
+from daric_rag.engine import ChatMessage, ChatPrompt, Engine, GenerationOptions
+from daric_rag.errors import ConfigError, PromptError
+from daric_rag.integrations._langchain_fields import ChatFields
+from daric_rag.integrations._langchain_messages import conversation_of
+from daric_rag.integrations._langchain_results import PROVIDER, AnswerForm
+from daric_rag.integrations._tool_calls import (
+    call_schema,
+    call_tags,
+    chosen_tools,
+    with_tools_as_text,
+)
+
+__all__ = ["ChatRequests", "tool_choice_of"]
+
+_GUIDES = ("json_schema", "json_object", "regex", "choice", "structural_tag")
+
+_PROBE = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "Does nothing.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+    },
+}
+
+
+class ChatRequests(ChatFields):
+    """What every call of a `ChatDaric` begins with."""
+
+    _has_template: bool | None = PrivateAttr(default=None)
+
+    def _model_name(self) -> str:
+        engine = self.engine
+        named = self.model or getattr(engine, "model_path", None)
+        return str(named or getattr(engine, "model", None) or self.base_url or PROVIDER)
+
+    def _request(
+        self,
+        engine: Engine,
+        messages: Sequence[BaseMessage],
+        stop: list[str] | None,
+        kwargs: Mapping[str, Any],
+        *,
+        is_streamed: bool = False,
+    ) -> tuple[ChatPrompt, dict[str, Any], AnswerForm]:
+        """Return a request's prompt, its options, and how to read its answer."""
+        given = dict(kwargs)
+        given.pop("stream", None)  # It brought the request here.
+        tools = list(given.pop("tools", None) or ())
+        choice = tool_choice_of(given.pop("tool_choice", None), self.tool_choice)
+        if "model" in given and given.pop("model") != self.model:
+            raise ConfigError(
+                "a request cannot have another model; make another ChatDaric"
+            )
+        if choice == "none":
+            tools = []
+        options = self._options(given, stop, is_streamed)
+        chosen = chosen_tools(tools, choice) if tools else []
+        conversation = conversation_of(messages, self._settings.delimiter)
+        as_text = _needs_tools(tools, conversation) and self._as_text(engine)
+        options |= _guide(options, tools, chosen, as_text)
+        names = [tool["function"]["name"] for tool in tools]
+        form = AnswerForm(self._model_name(), bool(chosen), names)
+        if as_text:
+            conversation, tools = with_tools_as_text(conversation, tools), []
+        return ChatPrompt(conversation, tools=tools), options, form
+
+    def _options(
+        self, given: dict[str, Any], stop: list[str] | None, is_streamed: bool
+    ) -> dict[str, Any]:
+        known = GenerationOptions.__dataclass_fields__
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise ConfigError(
+                f"{', '.join(map(repr, unknown))} cannot be passed to ChatDaric; "
+                f"known: {', '.join(known)}, tools, tool_choice"
+            )
+        options = {**self._own_options(), **given}
+        if stop is not None:
+            options["stop"] = stop
+        if is_streamed and options["n"] != 1:
+            raise ConfigError(
+                f"n is {options['n']}, and only one answer can be streamed; pass n=1, "
+                f"or use invoke, batch or generate"
+            )
+        return options
+
+    def _as_text(self, engine: Engine) -> bool:
+        """Return whether tools are described in the system text."""
+        if self.tool_format != "auto":
+            return self.tool_format == "text"
+        if self._has_template is None:
+            try:
+                engine.layout(ChatPrompt([ChatMessage("user", "-")], tools=[_PROBE]))
+                self._has_template = True
+            except PromptError:
+                self._has_template = False
+        return not self._has_template
+
+
+def _guide(
+    options: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]],
+    chosen: Sequence[Mapping[str, Any]],
+    as_text: bool,
+) -> dict[str, Any]:
+    """Return what guides decoding so that calls are valid."""
+    own = [name for name in _GUIDES if options.get(name) not in (None, False)]
+    if own and chosen:
+        raise ConfigError(
+            f"{own[0]} and a tool call that must be made cannot be combined; pass "
+            f'tool_choice="none" or "auto"'
+        )
+    if chosen:
+        return {"json_schema": call_schema(chosen)}
+    # A template's own form of calls is known to the model, and to nobody else.
+    return {"structural_tag": call_tags(tools)} if tools and as_text and not own else {}
+
+
+def tool_choice_of(choice: str | bool | Mapping[str, Any] | None, default: str) -> str:
+    """Return a tool choice, however it is written, as `chosen_tools` takes it."""
+    if choice is None:
+        return default
+    if isinstance(choice, bool):
+        return "any" if choice else "none"
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        choice = name if isinstance(name, str) else str(dict(choice))
+    return choice
+
+
+def _needs_tools(tools: Sequence[Any], conversation: Sequence[ChatMessage]) -> bool:
+    return bool(tools) or any(
+        message.role == "tool" or message.tool_calls for message in conversation
+    )

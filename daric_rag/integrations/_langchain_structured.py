@@ -1,0 +1,104 @@
+"""Answers as objects of a schema, by guided decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import itemgetter
+from typing import Any
+
+from langchain_core.language_models import BaseChatModel
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers.openai_tools import (
+    JsonOutputKeyToolsParser,
+    PydanticToolsParser,
+)
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.utils.function_calling import (
+    convert_to_json_schema,
+    convert_to_openai_tool,
+)
+from langchain_core.utils.pydantic import is_basemodel_subclass
+
+from daric_rag.errors import ConfigError
+
+__all__ = ["structured_output"]
+
+_METHODS = ("json_schema", "function_calling", "json_mode")
+
+
+def structured_output(
+    model: BaseChatModel,
+    schema: dict[str, Any] | type | None,
+    *,
+    method: str,
+    include_raw: bool,
+    options: Mapping[str, Any],
+) -> Runnable[Any, Any]:
+    """Return a chain of a guided model and what reads its answers.
+
+    Args:
+        model: A `ChatDaric`.
+        schema: See `ChatDaric.with_structured_output`, as for the rest.
+        method: How the answer is guided.
+        include_raw: Whether the message itself is returned too.
+        options: Further ones of every request.
+
+    Raises:
+        ConfigError: There is no schema, or no such method.
+    """
+    if method not in _METHODS:
+        raise ConfigError(f"method is {method!r}; it must be one of {_METHODS}")
+    if schema is None and method != "json_mode":
+        raise ConfigError(
+            f'method="{method}" needs a schema; pass a pydantic class, a TypedDict or '
+            f'a JSON schema, or method="json_mode"'
+        )
+    if schema is None:
+        guided = model.bind(json_object=True, **options)
+        parser: Any = JsonOutputParser()
+    else:
+        told = {"kwargs": {"method": method}, "schema": convert_to_openai_tool(schema)}
+        named = {"ls_structured_output_format": told, **options}
+        if method == "function_calling":
+            guided = _calling(model, schema, named)
+            parser = _call_parser(schema)
+        else:
+            guided = model.bind(json_schema=_json_schema(schema), **named)
+            parser = _is_pydantic(schema) and PydanticOutputParser(
+                pydantic_object=schema  # type: ignore[arg-type]
+            )
+            parser = parser or JsonOutputParser()
+    return _with_raw(guided, parser) if include_raw else guided | parser
+
+
+def _calling(model: BaseChatModel, schema: Any, options: Mapping[str, Any]) -> Any:
+    name = convert_to_openai_tool(schema)["function"]["name"]
+    return model.bind_tools([schema], tool_choice=name, **options)
+
+
+def _call_parser(schema: Any) -> Any:
+    if _is_pydantic(schema):
+        return PydanticToolsParser(tools=[schema], first_tool_only=True)
+    name = convert_to_openai_tool(schema)["function"]["name"]
+    return JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+
+
+def _json_schema(schema: Any) -> dict[str, Any]:
+    if _is_pydantic(schema) and hasattr(schema, "model_json_schema"):
+        own: dict[str, Any] = schema.model_json_schema()
+        return own
+    return convert_to_json_schema(schema)
+
+
+def _is_pydantic(schema: Any) -> bool:
+    return isinstance(schema, type) and is_basemodel_subclass(schema)
+
+
+def _with_raw(guided: Any, parser: Any) -> Runnable[Any, Any]:
+    parsed = RunnablePassthrough.assign(
+        parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
+    )
+    unparsed = RunnablePassthrough.assign(parsed=lambda _: None)
+    return RunnableMap(raw=guided) | parsed.with_fallbacks(
+        [unparsed], exception_key="parsing_error"
+    )

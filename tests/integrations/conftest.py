@@ -1,0 +1,21 @@
+"""Integrations are tested without a network, but for those that start an engine."""
+
+from __future__ import annotations
+
+import socket
+from typing import NoReturn
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every connection fail in tests of no engine."""
+
+    def refuse(*arguments: object) -> NoReturn:
+        raise AssertionError(f"a unit test connects to {arguments[-1]}")
+
+    if request.node.get_closest_marker("engine") is None:
+        for name in ("connect", "connect_ex"):
+            monkeypatch.setattr(socket.socket, name, refuse)
+        monkeypatch.setattr(socket, "getaddrinfo", refuse)
