@@ -62,7 +62,10 @@ QUESTIONS: tuple[tuple[str, list[Tool]], ...] = (
 def main() -> None:
     """Ask three questions with other tools each, and run what the model calls."""
     with ChatDaric(
-        model="smollm2-135m", store=":memory:", config={"avg_chunk_budget": 8}
+        model="smollm2-135m",
+        store=":memory:",
+        config={"avg_chunk_budget": 8},
+        max_tokens=64,
     ) as model:
         for question, tools in QUESTIONS:
             answer = model.bind_tools(tools, tool_choice="any").invoke(question)

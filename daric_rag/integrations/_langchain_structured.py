@@ -54,20 +54,16 @@ def structured_output(
             f'a JSON schema, or method="json_mode"'
         )
     if schema is None:
-        guided = model.bind(json_object=True, **options)
+        guided: Runnable[Any, Any] = model.bind(json_object=True, **options)
         parser: Any = JsonOutputParser()
     else:
         told = {"kwargs": {"method": method}, "schema": convert_to_openai_tool(schema)}
         named = {"ls_structured_output_format": told, **options}
         if method == "function_calling":
-            guided = _calling(model, schema, named)
-            parser = _call_parser(schema)
+            guided, parser = _calling(model, schema, named), _call_parser(schema)
         else:
             guided = model.bind(json_schema=_json_schema(schema), **named)
-            parser = _is_pydantic(schema) and PydanticOutputParser(
-                pydantic_object=schema  # type: ignore[arg-type]
-            )
-            parser = parser or JsonOutputParser()
+            parser = _json_parser(schema)
     return _with_raw(guided, parser) if include_raw else guided | parser
 
 
@@ -81,6 +77,12 @@ def _call_parser(schema: Any) -> Any:
         return PydanticToolsParser(tools=[schema], first_tool_only=True)
     name = convert_to_openai_tool(schema)["function"]["name"]
     return JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+
+
+def _json_parser(schema: Any) -> Any:
+    if _is_pydantic(schema):
+        return PydanticOutputParser(pydantic_object=schema)
+    return JsonOutputParser()
 
 
 def _json_schema(schema: Any) -> dict[str, Any]:

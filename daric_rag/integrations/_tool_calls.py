@@ -9,7 +9,12 @@ each a document and so a chunk of its own, with the commonest of these forms::
     </tool_call>
 
 Where a call is asked for, decoding is guided and the answer is such a JSON object
-alone. Read are both, whoever wrote them; what is no whole call stays text.
+alone, whatever the model was trained for. Read are both, whoever wrote them; what is no
+whole call stays text.
+
+vLLM's own parsers, one per family of models, are not used: they live in its chat
+endpoint, and a client of a server has no vLLM. So a model whose template has another
+form is to be asked for calls (``tool_choice="any"``), or told of its tools as text.
 """
 
 from __future__ import annotations
@@ -91,7 +96,11 @@ def chosen_tools(tools: Sequence[Tool], choice: str) -> list[Tool]:
 
 
 def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
-    """Return the JSON schema of a call to one of the tools."""
+    """Return the JSON schema of a call to one of the tools.
+
+    Raises:
+        ConfigError: A tool's own schema cannot be part of another.
+    """
     definitions: dict[str, Any] = {}
     calls = []
     for index, tool in enumerate(tools):
@@ -256,20 +265,17 @@ def _lifted(schema: dict[str, Any], prefix: str) -> tuple[Any, dict[str, Any]]:
     References count from the root of the schema that it becomes a part of.
     """
     own = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    if not own:
-        return schema, {}
     text = json.dumps({k: v for k, v in schema.items() if k not in own})
     defined = json.dumps(
-        {
-            prefix + name: value
-            for group in own.values()
-            for name, value in group.items()
-        }
+        {prefix + k: v for group in own.values() for k, v in group.items()}
     )
+    if '"$ref": "#"' in text + defined:
+        raise ConfigError(
+            'a tool\'s schema refers to itself as "#"; give it a name under "$defs"'
+        )
     for group in own:
-        for old in (f'"#/{group}/',):
-            text = text.replace(old, f'"#/$defs/{prefix}')
-            defined = defined.replace(old, f'"#/$defs/{prefix}')
+        text = text.replace(f'"#/{group}/', f'"#/$defs/{prefix}')
+        defined = defined.replace(f'"#/{group}/', f'"#/$defs/{prefix}')
     return json.loads(text), json.loads(defined)
 
 

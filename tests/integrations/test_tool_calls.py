@@ -100,7 +100,7 @@ def test_which_tools_must_be_called() -> None:
 
 
 def test_the_schema_of_a_call() -> None:
-    (schema,) = [call_schema([ADD])]
+    schema = call_schema([ADD])
     assert schema["properties"]["name"] == {"const": "add"}
     assert schema["properties"]["arguments"] == ADD["function"]["parameters"]
     several = call_schema([ADD, WEATHER])["anyOf"]
@@ -122,6 +122,12 @@ def test_definitions_move_to_the_schema_s_root() -> None:
     moved = schema["$defs"]["tool1_Place"]
     assert moved["properties"]["near"]["$ref"] == "#/$defs/tool1_Place"
     assert "$defs" not in first
+
+
+def test_a_schema_that_is_part_of_itself_needs_a_name() -> None:
+    nested = tool("go", type="object", properties={"then": {"$ref": "#"}})
+    with pytest.raises(ConfigError, match="under"):
+        call_schema([nested])
 
 
 def test_tags_hold_what_is_read_as_a_call() -> None:

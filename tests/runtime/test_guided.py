@@ -37,7 +37,7 @@ TAG = {
 @pytest.fixture
 def engine(harness_of: HarnessPool) -> Any:
     # Random weights would fill any answer with white space between the signs of JSON.
-    compact = {"disable_any_whitespace": True}
+    compact = {"backend": "xgrammar", "disable_any_whitespace": True}
     return harness_of("llama-gqa-tied", structured_outputs_config=compact).engine
 
 
