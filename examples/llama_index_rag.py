@@ -19,7 +19,7 @@ import bm25s
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle, TextNode
 
-from daric_rag import DaricConfig, PromptBuilder
+from daric_rag import PromptBuilder
 from daric_rag.integrations.llama_index import (
     DaricLLM,
     DaricPrewarmTransform,
@@ -71,8 +71,7 @@ def main() -> None:
     folder = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parent / "documents"
     nodes = read(folder)
     builder = PromptBuilder(system=SYSTEM, question_template="Question: {question}")
-    config = DaricConfig(avg_chunk_budget=64)
-    with DaricLLM("smollm2-135m", store=":memory:", config=config) as llm:
+    with DaricLLM("smollm2-135m", store=":memory:", max_tokens=32) as llm:
         DaricPrewarmTransform(llm=llm, builder=builder)(nodes)
         query_engine = DaricQueryEngine.from_retriever(
             BM25Retriever(nodes, top_k=4), llm, builder=builder
