@@ -19,16 +19,19 @@ from dataclasses import replace
 from typing import Any, Protocol, Self
 
 from daric_rag.config import DaricConfig
+from daric_rag.document_text import text_of, title_of
 from daric_rag.engine import (
     ChunkedPrompt,
     Completion,
     Delta,
+    DocumentOutcome,
     GenerationOptions,
     Prompt,
 )
 from daric_rag.errors import ConfigError, EngineClosedError, PromptError
 from daric_rag.input_processor import InputProcessor
 from daric_rag.layout import PromptLayout
+from daric_rag.runtime.document_outcomes import outcome_of
 from daric_rag.runtime.request_stream import DeltaIterator, RequestStream, Submission
 
 __all__ = ["ClientEngine", "checked_config", "refuse_fork"]
@@ -193,15 +196,54 @@ class ClientEngine(ABC):
         self._loop.check_process()
         titled = ChunkedPrompt(documents=documents, question="-").titled_texts()
         submissions = [
-            self._finish(
-                self._processor.document_layout(text, title),
-                GenerationOptions(max_tokens=1),
-                save_tail=True,
-            )
+            self._document_submission(text, title)
             for text, title in dict(titled).items()
         ]
         completions = self._complete(submissions)
         return sum(completion.reuse.saved_tokens > 0 for completion in completions)
+
+    def document_layout(self, document: Any) -> PromptLayout:
+        """Return the tokens of a document as prompts hold it, without running.
+
+        Args:
+            document: As in `ChunkedPrompt.documents`.
+
+        Raises:
+            PromptError: It is empty or has no text.
+            PromptTooLongError: It exceeds the model's context.
+        """
+        self._loop.check_process()
+        text = text_of(0, document)
+        return self._document_submission(text, title_of(document, text)).layout
+
+    def prewarm_each(self, documents: Sequence[Any]) -> list[DocumentOutcome]:
+        """Do the same and tell of each document; one that is refused stops none.
+
+        Args:
+            documents: As in `ChunkedPrompt.documents`.
+
+        Returns:
+            One outcome per document, in their order.
+
+        Raises:
+            EngineError: The engine failed; some documents may be stored.
+        """
+        self._loop.check_process()
+        outcomes: dict[int, DocumentOutcome] = {}
+        submissions: dict[int, Submission] = {}
+        for index, document in enumerate(documents):
+            try:
+                text = text_of(index, document)
+                title = title_of(document, text)
+                submissions[index] = self._document_submission(text, title)
+            except PromptError as error:
+                outcomes[index] = DocumentOutcome(None, error=str(error))
+        completions = self._complete(list(submissions.values()))
+        for (index, submission), done in zip(
+            submissions.items(), completions, strict=True
+        ):
+            outcomes[index] = outcome_of(submission.layout, done.reuse)
+        return [outcomes[index] for index in range(len(documents))]
 
     def close(self) -> None:
         """Abort what runs and release everything; harmless when repeated."""
@@ -258,6 +300,10 @@ class ClientEngine(ABC):
     ) -> Submission:
         submission = self._finish(self.layout(prompt), options)
         return replace(submission, arrival_time=arrival_time)
+
+    def _document_submission(self, text: str, title: str) -> Submission:
+        layout = self._processor.document_layout(text, title)
+        return self._finish(layout, GenerationOptions(max_tokens=1), save_tail=True)
 
     def _finish(
         self,
