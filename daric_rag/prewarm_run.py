@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -102,7 +102,9 @@ def dry_run_of(settings: Settings, *, as_json: bool) -> None:
     source = settings.source()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="daric-"))
-        engine = stack.enter_context(_engine(settings, folder, as_json=as_json))
+        # A budget is for the store, and the sample must fit.
+        roomy = replace(settings, budget=None)
+        engine = stack.enter_context(_engine(roomy, folder, as_json=as_json))
         cached, room = _held(engine, settings)
         plan = make_plan(
             source,

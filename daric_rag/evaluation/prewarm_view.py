@@ -165,7 +165,7 @@ def plan_json(
         "nbytes": measured and measured.nbytes(plan.num_tokens),
         "new_bytes": measured and measured.nbytes(plan.new_tokens),
         "room_bytes": room_bytes,
-        "seconds": measured and round(measured.seconds(plan.new_tokens), 1),
+        "seconds": measured and round(measured.seconds(plan.new_tokens), 3),
         "tokens_per_s": measured and round(measured.tokens_per_s, 1),
         "refused": [{"id": name, "reason": why} for name, why in plan.reasons],
     }
