@@ -31,6 +31,8 @@ __all__ = [
     "watch_and_run",
 ]
 
+_WATCH_STEP_MS = 500
+
 _FAILED, _NO_ROOM, _INTERRUPTED = 3, 4, 130
 
 
@@ -63,15 +65,23 @@ def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
             "--watch needs watchfiles: pip install 'daric-rag[prewarm]'"
         ) from error
     settings.source()
-    # Of a file its folder: editors replace files.
-    paths = [p if Path(p).is_dir() else Path(p).parent for p in settings.sources]
     with _engine(settings, settings.store, as_json=as_json) as engine:
-        # Every run looks at all sources, so that nothing is missed meanwhile.
-        changes = watch(*paths, raise_interrupt=False, yield_on_timeout=False)
+        changes = watch(
+            *settings.watched_folders(),
+            watch_filter=lambda _, path: settings.is_of_source(path),
+            raise_interrupt=False,
+            rust_timeout=_WATCH_STEP_MS,
+            yield_on_timeout=True,
+        )
+        # From now on nothing is missed, what changes during a run included.
+        next(changes, None)
         outcome = _run_on(engine, settings, settings.source())
-        while outcome.report.stopped != "stopped" and next(changes, None):
-            typer.echo("\n".join(outcome.lines), err=True)
-            outcome = _run_on(engine, settings, settings.source())
+        for changed in changes:
+            if outcome.report.stopped == "stopped":
+                break
+            if changed:
+                typer.echo("\n".join(outcome.lines), err=True)
+                outcome = _run_on(engine, settings, settings.source())
     outcome.tell(as_json=as_json)
     return outcome.report
 

@@ -96,6 +96,23 @@ class Settings:
         stdin = None if sys.stdin is None else sys.stdin.buffer
         return PathSource(self.sources, JsonFields(*self.fields), stdin)
 
+    def watched_folders(self) -> list[Path]:
+        """Return the folders that tell of changes; of a file its own one.
+
+        Editors replace files, so that there is nothing else to watch.
+        """
+        paths = [Path(path).absolute() for path in self.sources]
+        return [path if path.is_dir() else path.parent for path in paths]
+
+    def is_of_source(self, path: str) -> bool:
+        """Whether a change of a file is a change of a source."""
+        changed = Path(path)
+        if changed == self.manifest.absolute():
+            # Every run writes to it.
+            return False
+        sources = [Path(source).absolute() for source in self.sources]
+        return any(changed == one or one in changed.parents for one in sources)
+
     def job_options(self) -> JobOptions:
         """Return how the job is to run."""
         from daric_rag.evaluation.units import parse_bytes, parse_duration

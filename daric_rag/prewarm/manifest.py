@@ -33,6 +33,7 @@ __all__ = [
     "ManifestWriter",
     "Status",
     "header_of",
+    "is_manifest",
 ]
 
 VERSION: Final = 1
@@ -80,6 +81,7 @@ class Entry:
         return self.status in ("computed", "hit")
 
 
+_BEGIN: Final = b'{"type": "header"'
 _HASH: Final = re.compile("(?:[0-9a-f]{32})?")
 
 _TYPES: Final[dict[str, type | tuple[type, ...]]] = {
@@ -284,6 +286,16 @@ def _entry_of(line: Mapping[str, Any]) -> Entry | None:
     return entry if _HASH.fullmatch(entry.hash) else None
 
 
+def is_manifest(path: Path) -> bool:
+    """Whether a file begins as a manifest does."""
+    if path.suffix.lower() != ".jsonl":
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_BEGIN)) == _BEGIN
+    except OSError:
+        return False
+
+
 def _is_torn_header(begin: bytes) -> bool:
-    start = b'{"type": "header"'
-    return start.startswith(begin) or begin.startswith(start)
+    return _BEGIN.startswith(begin) or begin.startswith(_BEGIN)

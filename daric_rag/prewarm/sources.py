@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, Final
 
 from daric_rag.errors import ConfigError
 from daric_rag.prewarm.items import SourceItem
+from daric_rag.prewarm.manifest import is_manifest
 from daric_rag.prewarm.readers import (
     JSONL_SUFFIXES,
     SUFFIXES,
@@ -48,7 +49,8 @@ class JsonFields:
 class PathSource:
     """Documents of files and folders, in a fixed order. Can be read many times.
 
-    Of a folder, files of known suffixes at any depth, hidden ones left out. A file is
+    Of a folder, files of known suffixes at any depth, hidden ones and manifests left
+    out. A file is
     a document; a ``.jsonl`` file has one per line. A file that is named itself is read
     whatever its suffix is.
 
@@ -179,8 +181,12 @@ def _files_of(path: str) -> Iterable[Path]:
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
-            if not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES:
-                yield Path(folder, name)
+            file = Path(folder, name)
+            if name.startswith(".") or file.suffix.lower() not in SUFFIXES:
+                continue
+            # A job's own record may lie beside the documents.
+            if not is_manifest(file):
+                yield file
 
 
 def _size(file: Path) -> int:

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -258,14 +258,23 @@ cli.main()
 """
 
 
-def start(*arguments: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "prewarm", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def start(corpus: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    with ExitStack() as jobs:
+
+        def started(*arguments: Any) -> subprocess.Popen[str]:
+            job = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, "prewarm", *map(str, arguments)],
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            jobs.enter_context(job)
+            jobs.callback(job.kill)
+            return job
+
+        yield started
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -276,7 +285,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_finishes_the_batch(corpus: Path, number: signal.Signals) -> None:
+def test_a_signal_finishes_the_batch(
+    corpus: Path, start: Any, number: signal.Signals
+) -> None:
     job = start(corpus, "--model", "tiny", "--batch-tokens", 5)
     assert job.stderr is not None
     for _ in range(2):
@@ -291,7 +302,9 @@ def test_a_signal_finishes_the_batch(corpus: Path, number: signal.Signals) -> No
     assert warm(corpus)["known"] == len(done)
 
 
-def test_a_second_signal_stops_at_once_and_the_job_goes_on(corpus: Path) -> None:
+def test_a_second_signal_stops_at_once_and_the_job_goes_on(
+    corpus: Path, start: Any
+) -> None:
     job = start(corpus, "--model", "tiny", "--batch-tokens", 5)
     assert job.stderr is not None
     assert job.stderr.readline() == "batch\n"
@@ -305,15 +318,17 @@ def test_a_second_signal_stops_at_once_and_the_job_goes_on(corpus: Path) -> None
     assert len(stored()) == 5
 
 
-def test_a_watched_folder_is_kept_up_with(corpus: Path) -> None:
-    job = start(corpus, "--model", "tiny", "--watch", "--sync", "evict")
-    wait_until(lambda: len(list(Manifest("prewarm.jsonl").entries())) == 5)
-    # The watcher starts after the first run.
-    time.sleep(1)
+def test_a_watched_folder_is_kept_up_with(corpus: Path, start: Any) -> None:
+    manifest = Manifest(corpus / "m.jsonl")
+    options = ("--watch", "--sync", "evict", "--manifest", manifest.path)
+    job = start(corpus, "--model", "tiny", *options)
+    wait_until(lambda: len(list(manifest.entries())) == 5)
     (corpus / "new.txt").write_text("quite new words")
     (corpus / "0.txt").unlink()
-    wait_until(lambda: len(list(Manifest("prewarm.jsonl").entries())) == 7)
+    wait_until(lambda: len(list(manifest.entries())) == 7)
     job.send_signal(signal.SIGINT)
     _, err = job.communicate(timeout=60)
     assert job.returncode in (0, 130), err
     assert len(stored()) == 5
+    # Its own manifest is neither a document nor a change.
+    assert err.count("documents computed") <= 3
