@@ -12,7 +12,9 @@ __all__ = ["outcome_of"]
 def outcome_of(layout: PromptLayout, reuse: ReuseStats) -> DocumentOutcome:
     """Return what became of a document that the engine did not refuse."""
     error = ""
-    if not (reuse.saved_tokens or reuse.reused_tokens):
+    # A prefix hit alone says nothing of the store where a reason does.
+    in_prefix_cache = reuse.gpu_prefix_tokens and not reuse.reason
+    if not (reuse.saved_tokens or reuse.hit_tokens or in_prefix_cache):
         error = reuse.reason or (
             "the store did not take it: see `daric store stats` and the engine's log"
         )
