@@ -112,6 +112,26 @@ def test_outcomes_tell_of_each_document(harness: Harness) -> None:
     assert (hit.saved_tokens, hit.error) == (0, "")
 
 
+def test_what_was_evicted_is_stored_again_whatever_the_prefix_cache_has(
+    harness: Harness, disk: DiskTier
+) -> None:
+    engine, text = harness.engine, "Soon to be evicted. " * 30
+    (new,) = engine.prewarm_each([text])
+    engine.flush()
+    rows = [
+        document.key
+        for document in DocumentTree(disk.segments()).documents
+        if document.document_hash == new.document_hash
+    ]
+    assert len(rows) == 1
+    disk.evict(rows)
+    engine.clear_host()
+    (again,) = engine.prewarm_each([text])
+    engine.flush()
+    held = {d.document_hash for d in DocumentTree(disk.segments()).documents}
+    assert bool(again.error) == (new.document_hash not in held)
+
+
 # ------------------------------------------------------------------------------ kills
 
 JOB = """
