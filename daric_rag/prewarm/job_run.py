@@ -21,6 +21,9 @@ from daric_rag.prompt_types import DocumentPart
 
 __all__ = ["JobRun", "NewDocument", "PrewarmEngine"]
 
+# Entries in memory, however fast an engine is.
+_MAX_UNWRITTEN = 2048
+
 
 class PrewarmEngine(Protocol):
     """What a job needs of an `Engine`.
@@ -163,7 +166,11 @@ class JobRun:
         self._commit_if_due()
 
     def _commit_if_due(self) -> None:
-        if time.monotonic() - self._committed_s >= self._options.commit_interval_s:
+        waited_s = time.monotonic() - self._committed_s
+        if (
+            waited_s >= self._options.commit_interval_s
+            or len(self._unwritten) >= _MAX_UNWRITTEN
+        ):
             self._commit()
 
     def _commit(self) -> None:

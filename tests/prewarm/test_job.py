@@ -165,6 +165,39 @@ def test_no_more_is_read_than_is_under_way(engine: FolderEngine) -> None:
     assert most < 30
 
 
+class ForgetfulEngine:
+    """Stores nothing and is fast."""
+
+    def prewarm_each(self, documents: Sequence[Any]) -> list[DocumentOutcome]:
+        return [DocumentOutcome(bytes(32), 5, 5) for _ in documents]
+
+
+def test_no_more_is_kept_than_is_told(manifest: Path) -> None:
+    """However fast the engine is, and however seldom the store is flushed."""
+    most = num_told = 0
+
+    def source() -> Iterator[str]:
+        nonlocal most
+        for number in range(9000):
+            most = max(most, number - num_told)
+            yield f"document {number}"
+
+    def on_entry(entry: Entry, totals: Totals) -> None:
+        nonlocal num_told
+        num_told += 1
+
+    options = JobOptions(commit_interval_s=1000)
+    PrewarmJob(
+        ForgetfulEngine(),
+        source(),
+        manifest=manifest,
+        options=options,
+        on_entry=on_entry,
+    ).run()
+    assert num_told == 9000
+    assert most < 3000
+
+
 def test_stopping_finishes_what_runs(engine: FolderEngine, manifest: Path) -> None:
     job: PrewarmJob
 

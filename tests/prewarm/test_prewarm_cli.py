@@ -249,7 +249,7 @@ from tests.prewarm.engines import DiskEngine
 
 class Slow(DiskEngine):
     def prewarm_each(self, documents):
-        print("batch", file=sys.stderr, flush=True)
+        sys.stderr.write("batch\\n")
         time.sleep(0.3)
         return super().prewarm_each(documents)
 
