@@ -9,13 +9,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import typer
 
 from daric_rag.cli_common import make_console, resolved
+from daric_rag.config import DaricConfig
 from daric_rag.errors import ConfigError
 from daric_rag.prewarm_settings import Settings
 from daric_rag.store_options import opened, print_json
@@ -77,7 +78,7 @@ def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
         next(changes, None)
         outcome = _run_on(engine, settings, settings.source())
         for changed in changes:
-            if outcome.report.stopped == "stopped":
+            if outcome.interrupted:
                 break
             if changed:
                 typer.echo("\n".join(outcome.lines), err=True)
@@ -93,6 +94,7 @@ class _Outcome:
     report: JobReport
     lines: list[str]
     values: dict[str, Any]
+    interrupted: bool
 
     def tell(self, *, as_json: bool) -> None:
         """Print it to standard output, once the engine is closed."""
@@ -112,9 +114,7 @@ def dry_run_of(settings: Settings, *, as_json: bool) -> None:
     source = settings.source()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="daric-"))
-        # A budget is for the store, and the sample must fit.
-        roomy = replace(settings, budget=None)
-        engine = stack.enter_context(_engine(roomy, folder, as_json=as_json))
+        engine = stack.enter_context(_engine(settings, folder, as_json=as_json))
         cached, room = _held(engine, settings)
         plan = make_plan(
             source,
@@ -170,7 +170,9 @@ def _run_on(engine: Any, settings: Settings, source: PathSource) -> _Outcome:
         *report_lines(report, elapsed),
         f"document template {job.template[:12]}, manifest {settings.manifest}",
     ]
-    return _Outcome(report, lines, report_json(report, elapsed, **named))
+    values = report_json(report, elapsed, **named)
+    # A signal may come when there is nothing left to stop.
+    return _Outcome(report, lines, values, job.is_stopping)
 
 
 @contextmanager
@@ -271,13 +273,13 @@ def _held(engine: Any, settings: Settings) -> tuple[set[str], int | None]:
     from daric_rag.prewarm.audit import StoredDocuments
     from daric_rag.prewarm.options import engine_identity
 
+    limit = None if settings.url else settings.budget_bytes or DaricConfig().disk_bytes
     if not settings.sees_store or not Path(settings.store_folder()).is_dir():
-        return set(), None if settings.url else settings.config().disk_bytes
+        return set(), limit
     with opened(settings.store, settings.key_file) as (disk, _):
         header = {**engine_identity(engine), "namespace": settings.namespace}
         stored = StoredDocuments(disk, header)
-        room = max(settings.config().disk_bytes - disk.nbytes, 0)
-    return stored.names(), None if settings.url else room
+        return stored.names(), limit and max(limit - disk.nbytes, 0)
 
 
 def _flushed_bytes(engine: Any) -> int:

@@ -71,14 +71,21 @@ class Settings:
         """Whether the store's folder is on this machine."""
         return self.store is not None or self.url is None
 
-    def config(self) -> DaricConfig:
-        """Return the engine's configuration."""
+    @property
+    def budget_bytes(self) -> int | None:
+        """What the store may hold before the job stops; None if nothing is said."""
         from daric_rag.evaluation.units import parse_bytes
 
+        return parse_bytes(self.budget) if self.budget is not None else None
+
+    def config(self) -> DaricConfig:
+        """Return the engine's configuration."""
         default = DaricConfig()
         return DaricConfig(
             namespace=self.namespace,
-            disk_bytes=parse_bytes(self.budget) if self.budget else default.disk_bytes,
+            # Never below the default: a small budget stops the job, and must not make
+            # the engine evict what others keep here.
+            disk_bytes=max(self.budget_bytes or 0, default.disk_bytes),
             encryption_key_file=self.key_file,
         )
 
@@ -115,7 +122,7 @@ class Settings:
 
     def job_options(self) -> JobOptions:
         """Return how the job is to run."""
-        from daric_rag.evaluation.units import parse_bytes, parse_duration
+        from daric_rag.evaluation.units import parse_duration
         from daric_rag.prewarm import JobOptions, Shard
 
         identity: dict[str, Any] = {"namespace": self.namespace}
@@ -124,7 +131,7 @@ class Settings:
         return JobOptions(
             shard=Shard.parse(self.shard),
             batch_tokens=self.batch_tokens,
-            budget_bytes=parse_bytes(self.budget) if self.budget else None,
+            budget_bytes=self.budget_bytes,
             lifetime_s=parse_duration(self.ttl) if self.ttl else None,
             again=self.again,
             identity=identity,

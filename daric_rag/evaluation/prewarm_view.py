@@ -62,7 +62,9 @@ def shown_progress(console: Console, total_bytes: int | None) -> Iterator[OnEntr
 
         def on_entry(entry: Entry, totals: Totals) -> None:
             if entry.status == "failed":
-                progress.console.print(f"{entry.id}: {entry.error}", markup=False)
+                progress.console.print(
+                    f"{entry.id}: {entry.error}", markup=False, highlight=False
+                )
             elapsed = time.monotonic() - start
             progress.update(
                 task,

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from daric_rag.errors import ConfigError
+
 __all__ = ["SourceItem", "items_of"]
 
 # As LangChain, LlamaIndex and plain records call a document's own name.
@@ -31,19 +33,39 @@ class SourceItem:
     source_bytes: int = 0
 
 
-def items_of(documents: Iterable[Any]) -> Iterator[SourceItem]:
+def items_of(source: Any) -> Iterator[SourceItem]:
     """Yield documents of any kind as items, one at a time.
 
     Args:
-        documents: `SourceItem`, or whatever `document_text.text_of` takes: strings,
-            dicts, what a LangChain loader's ``lazy_load()`` yields, or the nodes of a
-            LlamaIndex pipeline or docstore. One without an id is called by its place.
+        source: A LangChain loader (with ``lazy_load``), a LlamaIndex docstore (with
+            ``docs``), or an iterable of `SourceItem` or whatever
+            `document_text.text_of` takes: strings, dicts, documents, nodes. One
+            without an id is called by its place.
+
+    Raises:
+        ConfigError: It is nothing that documents come out of.
     """
-    for index, document in enumerate(documents):
+    for index, document in enumerate(_documents(source)):
         if isinstance(document, SourceItem):
             yield document
         else:
             yield SourceItem(_id_of(document) or f"item {index}", document)
+
+
+def _documents(source: Any) -> Iterable[Any]:
+    lazy_load = getattr(source, "lazy_load", None)
+    if callable(lazy_load):
+        source = lazy_load()
+    docs = getattr(source, "docs", None)
+    if isinstance(docs, Mapping):
+        source = docs.values()
+    # A str is a sequence of letters, and a dict one document.
+    if isinstance(source, str | Mapping) or not isinstance(source, Iterable):
+        raise ConfigError(
+            f"the source is a {type(source).__name__}; pass documents, an iterator of "
+            f"them, a PathSource, a LangChain loader or a LlamaIndex docstore"
+        )
+    return source
 
 
 def _id_of(document: Any) -> str:

@@ -13,7 +13,7 @@ and its store writes the former one meanwhile.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from threading import Event
@@ -56,7 +56,7 @@ class PrewarmJob:
     def __init__(
         self,
         engine: PrewarmEngine,
-        source: Iterable[Any],
+        source: Any,
         *,
         builder: PromptBuilder | None = None,
         manifest: str | os.PathLike[str] | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -99,7 +99,7 @@ class Calibration:
 
 
 def make_plan(
-    source: Iterable[Any],
+    source: Any,
     engine: PlanEngine,
     *,
     builder: PromptBuilder,

@@ -14,7 +14,7 @@ __all__ = ["Known", "SeenDocuments"]
 
 _SCHEMA: Final = """
 CREATE TABLE documents (
-    hash BLOB PRIMARY KEY, id TEXT, document TEXT, expires REAL, seen INTEGER
+    hash BLOB PRIMARY KEY, id BLOB, document TEXT, expires REAL, seen INTEGER
 ) WITHOUT ROWID;
 CREATE INDEX by_id ON documents (id);
 """
@@ -68,7 +68,7 @@ class SeenDocuments:
     def keep(self, document_id: str) -> None:
         """A document of this name is in the source and could not be read now."""
         self._database.execute(
-            "UPDATE documents SET seen = 1 WHERE id = ?", (document_id,)
+            "UPDATE documents SET seen = 1 WHERE id = ?", (_packed(document_id),)
         )
 
     def stored(self) -> Iterator[Entry]:
@@ -112,7 +112,9 @@ class SeenDocuments:
             values,
         )
         for name, document_id, document in rows:
-            yield Entry(document_id, status, name.hex(), document)
+            yield Entry(
+                document_id.decode(errors="surrogatepass"), status, name.hex(), document
+            )
 
     def _put(
         self,
@@ -125,5 +127,10 @@ class SeenDocuments:
     ) -> None:
         self._database.execute(
             "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?)",
-            (name, document_id, document, expires, int(seen)),
+            (name, _packed(document_id), document, expires, int(seen)),
         )
+
+
+def _packed(document_id: str) -> bytes:
+    # Names of files may hold half a character, which SQLite's text may not.
+    return document_id.encode(errors="surrogatepass")

@@ -118,6 +118,23 @@ def test_a_budget_has_an_exit_code(corpus: Path) -> None:
     assert 1 <= len(stored()) < 5
 
 
+def test_a_small_budget_evicts_nothing_of_others(corpus: Path) -> None:
+    warm(corpus)
+    (corpus / "new.txt").write_text("quite new words")
+    assert warm(corpus, "--budget", "100B", exit_code=4)["computed"] == 0
+    assert len(stored()) == 5
+
+
+def test_names_of_files_may_be_anything(corpus: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.txt")
+    (corpus / name).write_text("words of an old file system")
+    assert warm(corpus)["computed"] == 6
+    (corpus / name).unlink()
+    assert warm(corpus, "--sync", "evict")["removed"] == 1
+    ids = [entry.id for entry in Manifest("prewarm.jsonl").entries()]
+    assert ids.count(str(corpus / name)) == 2
+
+
 def test_shards_have_manifests_of_their_own(corpus: Path) -> None:
     done = [warm(corpus, "--shard", f"{i}/2")["computed"] for i in (1, 2)]
     assert sum(done) == 5

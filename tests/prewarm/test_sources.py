@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from pypdf import PdfWriter
@@ -185,3 +186,27 @@ def test_documents_of_frameworks_are_taken_as_they_are() -> None:
     assert items[0] is ready
     texts = PromptBuilder().document_texts([item.document for item in items])
     assert texts == ["One.", "Two.", "Three.", "Four."]
+
+
+class Loader:
+    """As LangChain's."""
+
+    def lazy_load(self) -> Iterator[Any]:
+        yield Node()
+
+
+class Docstore:
+    """As LlamaIndex's."""
+
+    docs: ClassVar = {"a": Node()}
+
+
+@pytest.mark.parametrize("source", [Loader(), Docstore(), [Node()], iter([Node()])])
+def test_documents_come_out_of_what_frameworks_have(source: Any) -> None:
+    assert [item.id for item in items_of(source)] == ["node 1"]
+
+
+@pytest.mark.parametrize("source", ["text", {"text": "one"}, 7, None])
+def test_what_is_no_source_is_refused(source: Any) -> None:
+    with pytest.raises(ConfigError, match="pass documents"):
+        list(items_of(source))
