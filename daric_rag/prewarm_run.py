@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import typer
@@ -49,8 +50,11 @@ def exit_code_of(report: JobReport) -> int:
 def run_job(settings: Settings, *, as_json: bool) -> JobReport:
     """Run a job once, and tell how it ended."""
     source = settings.source()
-    with _engine(settings, settings.store, as_json=as_json) as engine:
-        outcome = _run_on(engine, settings, source)
+    with (
+        _engine(settings, settings.store, as_json=as_json) as engine,
+        _stopped_by_signals() as stop,
+    ):
+        outcome = _run_on(engine, settings, source, stop)
     outcome.tell(as_json=as_json)
     return outcome.report
 
@@ -66,23 +70,24 @@ def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
             "--watch needs watchfiles: pip install 'daric-rag[prewarm]'"
         ) from error
     settings.source()
-    with _engine(settings, settings.store, as_json=as_json) as engine:
+    with (
+        _engine(settings, settings.store, as_json=as_json) as engine,
+        _stopped_by_signals() as stop,
+    ):
         changes = watch(
             *settings.watched_folders(),
             watch_filter=lambda _, path: settings.is_of_source(path),
-            raise_interrupt=False,
+            stop_event=stop.event,
             rust_timeout=_WATCH_STEP_MS,
             yield_on_timeout=True,
         )
         # From now on nothing is missed, what changes during a run included.
         next(changes, None)
-        outcome = _run_on(engine, settings, settings.source())
+        outcome = _run_on(engine, settings, settings.source(), stop)
         for changed in changes:
-            if outcome.interrupted:
-                break
             if changed:
                 typer.echo("\n".join(outcome.lines), err=True)
-                outcome = _run_on(engine, settings, settings.source())
+                outcome = _run_on(engine, settings, settings.source(), stop)
     outcome.tell(as_json=as_json)
     return outcome.report
 
@@ -94,7 +99,6 @@ class _Outcome:
     report: JobReport
     lines: list[str]
     values: dict[str, Any]
-    interrupted: bool
 
     def tell(self, *, as_json: bool) -> None:
         """Print it to standard output, once the engine is closed."""
@@ -133,7 +137,9 @@ def dry_run_of(settings: Settings, *, as_json: bool) -> None:
         typer.echo("\n".join(plan_lines(plan, measured, room)))
 
 
-def _run_on(engine: Any, settings: Settings, source: PathSource) -> _Outcome:
+def _run_on(
+    engine: Any, settings: Settings, source: PathSource, stop: _Stop
+) -> _Outcome:
     from daric_rag.evaluation.prewarm_view import (
         report_json,
         report_lines,
@@ -155,8 +161,8 @@ def _run_on(engine: Any, settings: Settings, source: PathSource) -> _Outcome:
         if settings.sync is not None:
             job.on_vanished = lambda entries: _give_up(settings, job.header, entries)
         _check_template(settings, job.template)
-        with _stopped_by_signals(job):
-            report = job.run()
+        stop.attach(job)
+        report = job.run()
     if report.stopped == "empty":
         raise ConfigError(
             "the sources have no document at all, and --sync would have given up "
@@ -170,9 +176,7 @@ def _run_on(engine: Any, settings: Settings, source: PathSource) -> _Outcome:
         *report_lines(report, elapsed),
         f"document template {job.template[:12]}, manifest {settings.manifest}",
     ]
-    values = report_json(report, elapsed, **named)
-    # A signal may come when there is nothing left to stop.
-    return _Outcome(report, lines, values, job.is_stopping)
+    return _Outcome(report, lines, report_json(report, elapsed, **named))
 
 
 @contextmanager
@@ -211,21 +215,37 @@ def open_engine(settings: Settings, store: str | None) -> Any:
     )
 
 
-@contextmanager
-def _stopped_by_signals(job: PrewarmJob) -> Iterator[None]:
-    """Have the first signal stop a job in order, and the second one at once."""
+class _Stop:
+    """Has the first signal stop a job in order, and the second one at once."""
 
-    def handle(*_: object) -> None:
-        if job.is_stopping:
+    def __init__(self) -> None:
+        self.event = Event()
+        self._job: PrewarmJob | None = None
+
+    def attach(self, job: PrewarmJob) -> None:
+        """Say which job is to be stopped."""
+        self._job = job
+        if self.event.is_set():
+            job.stop()
+
+    def handle(self, *_: object) -> None:
+        """Take a signal."""
+        if self.event.is_set():
             # As after kill -9: the next run looks up what it does not know.
             os._exit(_INTERRUPTED)
-        job.stop()
+        self.event.set()
+        if self._job is not None:
+            self._job.stop()
         sys.stderr.write("finishing the batch; interrupt again to stop at once\n")
 
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[_Stop]:
+    stop = _Stop()
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, handle) for number in numbers}
+    before = {number: signal.signal(number, stop.handle) for number in numbers}
     try:
-        yield
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -84,11 +84,6 @@ class PrewarmJob:
         """
         return replace(self._builder, system=None).template_hash
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether `stop` was called."""
-        return self._stopping.is_set()
-
     def stop(self) -> None:
         """Have `run` finish what the engine works on and return; from any thread."""
         self._stopping.set()

@@ -342,10 +342,17 @@ def test_a_watched_folder_is_kept_up_with(corpus: Path, start: Any) -> None:
     wait_until(lambda: len(list(manifest.entries())) == 5)
     (corpus / "new.txt").write_text("quite new words")
     (corpus / "0.txt").unlink()
-    wait_until(lambda: len(list(manifest.entries())) == 7)
+
+    def is_up_to_date() -> bool:
+        entries = list(manifest.entries())
+        names = {Path(entry.id).name for entry in entries if entry.is_stored}
+        return "new.txt" in names and any(e.status == "removed" for e in entries)
+
+    # A file may be seen before anything is in it, and then once more.
+    wait_until(is_up_to_date)
     job.send_signal(signal.SIGINT)
     _, err = job.communicate(timeout=60)
     assert job.returncode in (0, 130), err
     assert len(stored()) == 5
     # Its own manifest is neither a document nor a change.
-    assert err.count("documents computed") <= 3
+    assert err.count("documents computed") <= 5
