@@ -31,7 +31,7 @@ from daric_rag.engine import (
 from daric_rag.errors import ConfigError, EngineClosedError, PromptError
 from daric_rag.input_processor import InputProcessor
 from daric_rag.layout import PromptLayout
-from daric_rag.runtime.document_outcomes import outcome_of
+from daric_rag.runtime.document_outcomes import prewarmed_each
 from daric_rag.runtime.request_stream import DeltaIterator, RequestStream, Submission
 
 __all__ = ["ClientEngine", "checked_config", "refuse_fork"]
@@ -229,21 +229,7 @@ class ClientEngine(ABC):
             EngineError: The engine failed; some documents may be stored.
         """
         self._loop.check_process()
-        outcomes: dict[int, DocumentOutcome] = {}
-        submissions: dict[int, Submission] = {}
-        for index, document in enumerate(documents):
-            try:
-                text = text_of(index, document)
-                title = title_of(document, text)
-                submissions[index] = self._document_submission(text, title)
-            except PromptError as error:
-                outcomes[index] = DocumentOutcome(None, error=str(error))
-        completions = self._complete(list(submissions.values()))
-        for (index, submission), done in zip(
-            submissions.items(), completions, strict=True
-        ):
-            outcomes[index] = outcome_of(submission.layout, done.reuse)
-        return [outcomes[index] for index in range(len(documents))]
+        return prewarmed_each(documents, self._document_submission, self._complete)
 
     def close(self) -> None:
         """Abort what runs and release everything; harmless when repeated."""

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from daric_rag.data import load_demo_sets
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "prewarm"
 
 pytestmark = [pytest.mark.engine, pytest.mark.real_model]
@@ -29,7 +31,8 @@ def run(name: str, module: str) -> list[str]:
 
 def test_what_langchain_indexes_is_hit(real_model: Path) -> None:
     first, second = run("langchain_indexing.py", "langchain_core")
-    assert first == "10 documents pre-warmed"
+    number = len(load_demo_sets()["town_archive"][0].chunks)
+    assert first == f"{number} documents pre-warmed"
     assert second == "4 retrieved; 0 tokens missed"
 
 
@@ -39,4 +42,4 @@ def test_what_llama_index_ingests_is_computed_once(real_model: Path) -> None:
     assert first == f"{number} nodes pre-warmed, 0 known"
     assert second == f"0 nodes pre-warmed, {number} known"
     assert last == f"{number} nodes"
-    assert number >= 10
+    assert number > 1
