@@ -11,14 +11,18 @@ state="${STATE:-$HOME/.local/state/daric}"
 manifest="$state/prewarm.jsonl"
 mkdir -p "$state"
 
+prewarm() {
+  daric prewarm "$CORPUS" --model "$MODEL" --manifest "$manifest" "$@"
+}
+
 code=0
-daric prewarm "$CORPUS" --model "$MODEL" --manifest "$manifest" --sync evict --pin \
-  || code=$?
+prewarm --sync evict --pin || code=$?
 case "$code" in
   0) ;;
   3) echo "some documents could not be stored: see $manifest" >&2 ;;
   4) echo "the store is full: raise --budget or evict some" >&2 ;;
   *) exit "$code" ;;
 esac
-daric prewarm verify "$manifest"
+# What is missing or damaged is computed again.
+daric prewarm verify "$manifest" || prewarm --again --pin
 exit "$code"

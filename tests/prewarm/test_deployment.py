@@ -27,7 +27,7 @@ STYLE = YamlLintConfig(
 # Runs in place of the program: writes down how it was called, answers with a code.
 FAKE_DARIC = """#!/bin/sh
 echo "$*" >> {log}
-case "$*" in *verify*|*export*) exit 0;; esac
+case "$*" in *verify*) exit {verified};; *export*|*--again*) exit 0;; esac
 exit {code}
 """
 
@@ -63,10 +63,12 @@ def test_the_image_installs_extras_that_exist() -> None:
         assert all((EXAMPLES.parents[1] / name).exists() for name in line.split())
 
 
-def shell(script: str, folder: Path, code: int, **variables: str) -> tuple[int, str]:
+def shell(
+    script: str, folder: Path, code: int, verified: int = 0, **variables: str
+) -> tuple[int, str]:
     """The exit code, and how ``daric`` was called."""
     program, log = folder / "daric", folder / "log"
-    program.write_text(FAKE_DARIC.format(log=log, code=code))
+    program.write_text(FAKE_DARIC.format(log=log, code=code, verified=verified))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     log.unlink(missing_ok=True)
     done = subprocess.run(
@@ -78,19 +80,23 @@ def shell(script: str, folder: Path, code: int, **variables: str) -> tuple[int, 
     return done.returncode, log.read_text()
 
 
+@pytest.mark.parametrize("verified", [0, 1])
 @pytest.mark.parametrize(("code", "ends"), [(0, 0), (3, 0), (1, 1), (4, 4)])
-def test_each_pod_takes_its_shard(tmp_path: Path, code: int, ends: int) -> None:
+def test_each_pod_takes_its_shard(
+    tmp_path: Path, code: int, ends: int, verified: int
+) -> None:
     job = load("job.yaml")["spec"]
     (script,) = job["template"]["spec"]["containers"][0]["args"]
     for name in ("kv", "archives"):
         (tmp_path / name).mkdir()
         script = script.replace(f"/{name}/", f"{tmp_path}/{name}/")
     (tmp_path / "kv" / "shard-3.jsonl").touch()
-    returned, log = shell(script, tmp_path, code, JOB_COMPLETION_INDEX="2")
+    returned, log = shell(script, tmp_path, code, verified, JOB_COMPLETION_INDEX="2")
     assert returned == ends
     assert f"--shard 3/{job['completions']} " in log
     assert ("store export --all" in log) == (ends == 0)
     assert ("prewarm verify" in log) == (ends == 0)
+    assert ("--again" in log) == (ends == 0 and verified == 1)
 
 
 def test_the_nightly_job_has_arguments_that_exist() -> None:
@@ -106,8 +112,9 @@ def test_the_cron_script_tells_how_it_ended(
     tmp_path: Path, code: int, ends: int
 ) -> None:
     script = (EXAMPLES / "nightly.sh").read_text()
-    returned, log = shell(script, tmp_path, code, CORPUS="/corpus", MODEL="/model")
+    returned, log = shell(script, tmp_path, code, 1, CORPUS="/corpus", MODEL="/model")
     assert returned == ends
+    assert ("--again" in log) == (code in (0, 3, 4))
     assert "prewarm /corpus --model /model" in log
     assert ("prewarm verify" in log) == (code in (0, 3, 4))
 
