@@ -31,6 +31,7 @@ from daric_rag.cli_common import (
 from daric_rag.config import DaricConfig
 from daric_rag.errors import ConfigError, DaricError
 from daric_rag.inspect_cli import inspect
+from daric_rag.prewarm_cli import prewarm_app
 from daric_rag.serve_cli import serve_command
 from daric_rag.store_cli import store_app
 
@@ -49,6 +50,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(prewarm_app, name="prewarm")
 app.add_typer(store_app, name="store")
 app.command()(inspect)
 app.command()(serve_command)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from daric_rag.generation import GenerationOptions, Reuse
+from daric_rag.keys import DocumentHash
 from daric_rag.layout import PromptLayout
 from daric_rag.prompt_types import (
     ChatMessage,
@@ -28,6 +29,7 @@ __all__ = [
     "ChunkedPrompt",
     "Completion",
     "Delta",
+    "DocumentOutcome",
     "DocumentPart",
     "Engine",
     "GenerationOptions",
@@ -139,6 +141,23 @@ class Delta:
     index: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class DocumentOutcome:
+    """What pre-warming one document came to.
+
+    Attributes:
+        document_hash: Names it by its token ids; None if it was refused.
+        num_tokens: Of the document; 0 if it was refused.
+        saved_tokens: Of these, computed and written to the store now.
+        error: Why it is not in the store now; "" if it is.
+    """
+
+    document_hash: DocumentHash | None
+    num_tokens: int = 0
+    saved_tokens: int = 0
+    error: str = ""
+
+
 class Engine(Protocol):
     """Client process. Answers prompts; embedded, remote or fake.
 
@@ -177,6 +196,20 @@ class Engine(Protocol):
 
         Returns:
             How many documents had to be computed.
+        """
+        ...
+
+    def prewarm_each(self, documents: Sequence[Any]) -> list[DocumentOutcome]:
+        """Do the same and tell of each document; one that is refused stops none.
+
+        Args:
+            documents: As in `ChunkedPrompt.documents`.
+
+        Returns:
+            One outcome per document, in their order.
+
+        Raises:
+            EngineError: The engine failed; some documents may be stored.
         """
         ...
 

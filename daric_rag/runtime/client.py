@@ -15,21 +15,22 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Protocol, Self
 
 from daric_rag.config import DaricConfig
+from daric_rag.document_text import text_of, title_of
 from daric_rag.engine import (
     ChunkedPrompt,
     Completion,
     Delta,
-    GenerationOptions,
+    DocumentOutcome,
     Prompt,
 )
-from daric_rag.errors import ConfigError, EngineClosedError, PromptError
-from daric_rag.input_processor import InputProcessor
+from daric_rag.errors import ConfigError, EngineClosedError
 from daric_rag.layout import PromptLayout
+from daric_rag.runtime.document_outcomes import prewarmed_each
 from daric_rag.runtime.request_stream import DeltaIterator, RequestStream, Submission
+from daric_rag.runtime.submissions import SubmissionMaker
 
 __all__ = ["ClientEngine", "checked_config", "refuse_fork"]
 
@@ -79,17 +80,14 @@ class _Loop(Protocol):
 class ClientEngine(ABC):
     """Client process. An `Engine`, but for how a request is run.
 
-    A subclass's constructor sets `_processor`, and of the rest what is known.
+    A subclass's constructor sets `_maker`.
 
     Args:
         loop: Must not refer to this object, so that one which is dropped without
             close() is closed all the same, at the latest at exit.
     """
 
-    _processor: InputProcessor
-    _vocab_size: int | None = None
-    _scheduling_policy: str | None = None
-    _priority_mend: str = ""
+    _maker: SubmissionMaker
 
     def __init__(self, loop: _Loop) -> None:
         """Own a loop that runs."""
@@ -118,7 +116,7 @@ class ClientEngine(ABC):
     def layout(self, prompt: Prompt) -> PromptLayout:
         """Return a prompt's tokens, chunks and recompute set, without running it."""
         self._loop.check_process()
-        return self._processor.layout(prompt)
+        return self._maker.processor.layout(prompt)
 
     def generate(self, prompt: Prompt, **options: Any) -> Completion:
         """Answer one prompt; options are the fields of `GenerationOptions`."""
@@ -128,12 +126,16 @@ class ClientEngine(ABC):
         self, prompts: Sequence[Prompt], **options: Any
     ) -> list[Completion]:
         """Answer several prompts, batched by the engine; in their order."""
-        checked = self._options(options)
-        return self._complete([self._submission(prompt, checked) for prompt in prompts])
+        self._loop.check_process()
+        checked = self._maker.options(options)
+        return self._complete(
+            [self._maker.of_prompt(prompt, checked) for prompt in prompts]
+        )
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[Delta]:
         """Answer one prompt piece by piece; closing the iterator aborts."""
-        submission = self._submission(prompt, self._options(options))
+        self._loop.check_process()
+        submission = self._maker.of_prompt(prompt, self._maker.options(options))
         sink: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         return DeltaIterator(self._submit(submission, sink.put), sink.get)
 
@@ -147,13 +149,13 @@ class ClientEngine(ABC):
     async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Delta]:
         """Answer one prompt piece by piece, concurrently with others."""
         loop = asyncio.get_running_loop()
-        checked = self._options(options)
+        checked = self._maker.options(options)
         # A fork has no threads to ask for.
         self._loop.check_process()
         try:
             # Tokenising takes milliseconds that others should not wait for.
             laid_out = loop.run_in_executor(
-                self._layouts, self._submission, prompt, checked, time.time()
+                self._layouts, self._maker.of_prompt, prompt, checked, time.time()
             )
         except RuntimeError:
             # No threads either: the engine is closed, and its loop knows why.
@@ -193,17 +195,41 @@ class ClientEngine(ABC):
         """
         self._loop.check_process()
         titled = ChunkedPrompt(documents=documents, question="-").titled_texts()
-        options = GenerationOptions(max_tokens=1, namespace=namespace)
         submissions = [
-            self._finish(
-                self._processor.document_layout(text, title),
-                options,
-                save_tail=True,
-            )
+            self._maker.of_document(text, title, namespace)
             for text, title in dict(titled).items()
         ]
         completions = self._complete(submissions)
         return sum(completion.reuse.saved_tokens > 0 for completion in completions)
+
+    def document_layout(self, document: Any) -> PromptLayout:
+        """Return the tokens of a document as prompts hold it, without running.
+
+        Args:
+            document: As in `ChunkedPrompt.documents`.
+
+        Raises:
+            PromptError: It is empty or has no text.
+            PromptTooLongError: It exceeds the model's context.
+        """
+        self._loop.check_process()
+        text = text_of(0, document)
+        return self._maker.of_document(text, title_of(document, text)).layout
+
+    def prewarm_each(self, documents: Sequence[Any]) -> list[DocumentOutcome]:
+        """Do the same and tell of each document; one that is refused stops none.
+
+        Args:
+            documents: As in `ChunkedPrompt.documents`.
+
+        Returns:
+            One outcome per document, in their order.
+
+        Raises:
+            EngineError: The engine failed; some documents may be stored.
+        """
+        self._loop.check_process()
+        return prewarmed_each(documents, self._maker.of_document, self._complete)
 
     def close(self) -> None:
         """Abort what runs and release everything; harmless when repeated."""
@@ -236,55 +262,6 @@ class ClientEngine(ABC):
             for handle in handles:
                 handle.abort()
             raise
-
-    def _options(self, options: dict[str, Any]) -> GenerationOptions:
-        known = GenerationOptions.__dataclass_fields__
-        for name in options:
-            if name not in known:
-                raise ConfigError(
-                    f"{name!r} is not a generation option; known: {', '.join(known)}"
-                )
-        checked = GenerationOptions(**options)
-        if checked.priority and self._scheduling_policy not in ("priority", None):
-            raise ConfigError(
-                f"priority is {checked.priority} and this engine schedules requests "
-                f"as they come; {self._priority_mend}"
-            )
-        return checked
-
-    def _submission(
-        self,
-        prompt: Prompt,
-        options: GenerationOptions,
-        arrival_time: float | None = None,
-    ) -> Submission:
-        submission = self._finish(self.layout(prompt), options)
-        return replace(submission, arrival_time=arrival_time)
-
-    def _finish(
-        self,
-        layout: PromptLayout,
-        options: GenerationOptions,
-        *,
-        save_tail: bool = False,
-    ) -> Submission:
-        max_tokens = self._processor.check_len(layout, options.max_tokens)
-        if self._vocab_size is not None and max(layout.token_ids) >= self._vocab_size:
-            raise PromptError(
-                f"the prompt has token id {max(layout.token_ids)} and the model knows "
-                f"[0, {self._vocab_size}); pass ids of this model's own tokenizer"
-            )
-        wire = None
-        if options.reuse != "off":
-            wire = self._processor.request_wire(
-                layout,
-                reuse=options.reuse,
-                save_tail=save_tail,
-                namespace=options.namespace,
-                conversation=options.conversation,
-                trace=options.trace,
-            )
-        return Submission(layout, wire, replace(options, max_tokens=max_tokens))
 
 
 def checked_config(config: DaricConfig | None) -> DaricConfig:

@@ -15,12 +15,14 @@ from typing import Any
 from daric_rag.config import DaricConfig
 from daric_rag.engine import Delta
 from daric_rag.input_processor import InputProcessor
+from daric_rag.keys import model_fingerprint
 from daric_rag.models import resolve_model
 from daric_rag.runtime.client import ClientEngine, checked_config
 from daric_rag.runtime.engine_loop import EngineLoop
-from daric_rag.runtime.launch import build_engine, drop_engine
+from daric_rag.runtime.launch import build_engine, drop_engine, rank_fields
 from daric_rag.runtime.ranks import total_stats
 from daric_rag.runtime.request_stream import RequestStream, Submission
+from daric_rag.runtime.submissions import SubmissionMaker
 from daric_rag.storage import StoreStats
 
 __all__ = ["EmbeddedEngine"]
@@ -46,7 +48,6 @@ class EmbeddedEngine(ClientEngine):
     """
 
     _loop: EngineLoop
-    _priority_mend = 'open it with EmbeddedEngine(..., scheduling_policy="priority")'
 
     def __init__(
         self,
@@ -68,14 +69,17 @@ class EmbeddedEngine(ClientEngine):
         self.tokenizer = facts.tokenizer
         self.max_model_len = facts.max_model_len
         self.block_size = facts.block_size
-        self._vocab_size = facts.vocab_size
-        self._scheduling_policy = facts.scheduling_policy
         try:
-            self._processor = InputProcessor(
-                facts.tokenizer,
-                config=self.config,
-                block_size=facts.block_size,
-                max_model_len=facts.max_model_len,
+            self._maker = SubmissionMaker(
+                InputProcessor(
+                    facts.tokenizer,
+                    config=self.config,
+                    block_size=facts.block_size,
+                    max_model_len=facts.max_model_len,
+                ),
+                facts.vocab_size,
+                facts.scheduling_policy,
+                'open it with EmbeddedEngine(..., scheduling_policy="priority")',
             )
         except BaseException:
             self.close()
@@ -91,6 +95,13 @@ class EmbeddedEngine(ClientEngine):
             lambda engine: engine.collective_rpc("daric_store_stats")
         )
         return total_stats(stats)
+
+    def fingerprints(self) -> list[str]:
+        """Return the model's fingerprint, in hex, of each rank's records."""
+        fields: list[dict[str, Any]] = self._loop.call(
+            lambda engine: rank_fields(engine.vllm_config, self.config.kv_storage)
+        )
+        return [model_fingerprint(rank).hex() for rank in fields]
 
     def clear_host(self) -> None:
         """Drop host copies of documents that are on disk, to measure the disk tier."""

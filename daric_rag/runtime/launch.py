@@ -18,8 +18,10 @@ from typing import Any
 
 from daric_rag.config import DaricConfig
 from daric_rag.errors import ConfigError, DaricError, EngineError
+from daric_rag.keys import Scalar
 from daric_rag.runtime.engine_loop import EngineFacts
 from daric_rag.runtime.foreign_modules import settle_llvmlite
+from daric_rag.runtime.identity import model_fields
 from daric_rag.runtime.serving import (
     FIXED_OPTIONS,
     default_options,
@@ -39,7 +41,7 @@ from daric_rag.runtime.vllm_api import (
 )
 from daric_rag.storage import open_probe
 
-__all__ = ["build_engine", "drop_engine"]
+__all__ = ["build_engine", "drop_engine", "rank_fields"]
 
 # Set by us.
 _OURS = (*FIXED_OPTIONS, "kv_transfer_config", "model", "skip_tokenizer_init")
@@ -106,6 +108,14 @@ def _facts(engine: Any) -> EngineFacts:
         vocab_size=config.model_config.get_vocab_size(),
         scheduling_policy=config.scheduler_config.policy,
     )
+
+
+def rank_fields(config: VllmConfig, kv_storage: str) -> list[dict[str, Scalar]]:
+    """Return the fields of each rank's `ModelFingerprint`, [num_ranks]."""
+    return [
+        model_fields(config, kv_storage=kv_storage, rank=rank)
+        for rank in range(config.parallel_config.tensor_parallel_size)
+    ]
 
 
 def drop_engine(engine: Any | None) -> None:

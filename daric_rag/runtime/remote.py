@@ -37,6 +37,7 @@ from daric_rag.runtime.remote_wire import (
     completion_body,
 )
 from daric_rag.runtime.request_stream import RequestStream, Submission
+from daric_rag.runtime.submissions import SubmissionMaker
 from daric_rag.tokenization import Tokenizer
 
 __all__ = ["RemoteEngine"]
@@ -94,7 +95,6 @@ class RemoteEngine(ClientEngine):
     # Known later, but tracebacks may show an engine that could not be opened.
     base_url = model = ""
     _loop: RemoteLoop
-    _priority_mend = "start the server with --scheduling-policy=priority"
 
     def __init__(
         self,
@@ -144,22 +144,25 @@ class RemoteEngine(ClientEngine):
         cards = self._loop.ask("GET", "/v1/models")
         self.model, self.max_model_len = self._choose(cards, model)
         facts = self._facts()
-        if facts is not None:
-            self._vocab_size = facts.vocab_size
-            self._scheduling_policy = facts.scheduling_policy
-        elif self.config.alignment == "block":
+        if facts is None and self.config.alignment == "block":
             raise ConfigError(
                 f'alignment="block" needs the KV block size, and {self.base_url} runs '
                 f'without daric_rag: use alignment="exact"'
             )
         self._reuses = facts is not None and facts.reuses
         self.tokenizer = self._tokenizer(facts, tokenizer)
-        self._processor = InputProcessor(
+        processor = InputProcessor(
             self.tokenizer,
             config=self.config,
             # With exact alignment nothing depends on it.
             block_size=1 if facts is None else facts.block_size,
             max_model_len=self.max_model_len,
+        )
+        self._maker = SubmissionMaker(
+            processor,
+            None if facts is None else facts.vocab_size,
+            None if facts is None else facts.scheduling_policy,
+            "start the server with --scheduling-policy=priority",
         )
 
     def _tokenizer(

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from daric_rag import DaricConfig, EmbeddedEngine, cli
+from daric_rag import DaricConfig, EmbeddedEngine, cli, prewarm_run
 from daric_rag.config import GIB
 from daric_rag.document_info import DocumentInfo, encode_document
 from daric_rag.storage import DiskTier
+from tests.prewarm.engines import DiskEngine
 from tests.storage.records import CAPACITY_BYTES, RECORD_BYTES, record
 
 ROOT = Path(__file__).parents[2]
@@ -41,12 +42,18 @@ def test_make_targets_exist() -> None:
         )
 
 
-STORE_COMMANDS = [
-    shlex.split(line, comments=True)[2:]
-    for _, code in FENCED
-    for line in code.splitlines()
-    if line.startswith("daric store ")
-]
+def commands(name: str) -> list[list[str]]:
+    """What follows ``daric NAME`` in the text's blocks, as a shell reads it."""
+    return [
+        shlex.split(line, comments=True)[2:]
+        for _, code in FENCED
+        for line in code.splitlines()
+        if line.startswith(f"daric {name} ")
+    ]
+
+
+STORE_COMMANDS = commands("store")
+PREWARM_COMMANDS = commands("prewarm")
 
 
 def test_store_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +70,26 @@ def test_store_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         result = CliRunner().invoke(cli.app, ["store", *command])
         assert result.exit_code == 0, (command, result.output)
     assert (tmp_path / "reports.tar").stat().st_size > 3 * RECORD_BYTES
+
+
+def test_prewarm_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, on a folder of the name in the text."""
+    (tmp_path / "corpus").mkdir()
+    for number in range(3):
+        (tmp_path / "corpus" / f"{number}.txt").write_text(f"document {number}")
+    monkeypatch.setenv("DARIC_STORE", str(tmp_path / "store"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        prewarm_run,
+        "open_engine",
+        lambda settings, store: DiskEngine(store or settings.store_folder()),
+    )
+    assert len(PREWARM_COMMANDS) >= 4
+    for command in PREWARM_COMMANDS:
+        result = CliRunner().invoke(cli.app, ["prewarm", *command])
+        assert result.exit_code == 0, (command, result.output)
+    with closing(DiskTier(tmp_path / "store", CAPACITY_BYTES)) as tier:
+        assert len(tier.segments()) == 6
 
 
 def test_extras_exist() -> None:

@@ -22,6 +22,7 @@ from daric_rag import (
     ReuseStats,
     TokenPrompt,
 )
+from daric_rag.keys import document_hash
 from daric_rag.wire import decode_request, encode_reuse, salt_of
 from tests.core.test_trace import TRACE
 from tests.remote.fake_server import (
@@ -180,6 +181,43 @@ def test_prewarming_stores_to_the_last_token(
     for body in server.bodies:
         assert body["kv_transfer_params"]["daric"]["save_tail"] == 1
         assert body["max_tokens"] == 1
+
+
+def test_prewarming_each_tells_of_every_document(
+    server: FakeServer, engine: RemoteEngine
+) -> None:
+    server.counts = ReuseStats(saved_tokens=5)
+    long = "long " * MAX_MODEL_LEN
+    good, empty, too_long, wrong = engine.prewarm_each(["one", " ", long, 7])
+    layout = engine.document_layout("one")
+    assert good.document_hash == document_hash(layout.token_ids)
+    assert (good.num_tokens, good.saved_tokens) == (layout.prompt_len, 5)
+    assert good.error == ""
+    assert [one.document_hash for one in (empty, too_long, wrong)] == [None] * 3
+    assert "empty" in empty.error
+    assert "the limit is" in too_long.error
+    assert "without text" in wrong.error
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("counts", "error"),
+    [
+        (ReuseStats(disjoint_hit_tokens=3), ""),
+        (ReuseStats(gpu_prefix_tokens=3), ""),
+        (ReuseStats(reason="the store is read-only"), "the store is read-only"),
+        (ReuseStats(), "the store did not take it"),
+        (None, "did not tell"),
+    ],
+)
+def test_a_document_is_stored_only_if_the_server_says_so(
+    server: FakeServer, engine: RemoteEngine, counts: Any, error: str
+) -> None:
+    server.counts = counts
+    (outcome,) = engine.prewarm_each(["one"])
+    assert outcome.saved_tokens == 0
+    assert error in outcome.error
+    assert bool(error) == bool(outcome.error)
 
 
 def test_counts_that_the_server_could_not_tell_are_not_zero_in_silence(

@@ -17,6 +17,7 @@ from daric_rag.input_processor import InputProcessor
 from daric_rag.layout import PromptLayout
 from daric_rag.runtime.client import ClientEngine
 from daric_rag.runtime.request_stream import RequestStream, Submission
+from daric_rag.runtime.submissions import SubmissionMaker
 from tests.remote.fake_server import PROMPT, LocalTokenizer
 
 
@@ -52,9 +53,10 @@ class HandEngine(ClientEngine):
     def __init__(self) -> None:
         self.calls: list[str] = []
         super().__init__(NoLoop(self.calls))
-        self._processor = InputProcessor(
+        processor = InputProcessor(
             LocalTokenizer(), config=DaricConfig(), block_size=16, max_model_len=500
         )
+        self._maker = SubmissionMaker(processor)
         self.submissions: list[Submission] = []
         self.puts: list[Callable[[Delta | BaseException], None]] = []
 
@@ -118,7 +120,7 @@ async def test_requests_carry_when_their_clients_came(
 ) -> None:
     """Whichever thread lays them out first."""
     engine, laid_out = HandEngine(), threading.Event()
-    layout = engine.layout
+    layout = engine._maker.processor.layout
 
     def waiting(prompt: Prompt) -> PromptLayout:
         if prompt is first:
@@ -127,7 +129,7 @@ async def test_requests_carry_when_their_clients_came(
         laid_out.set()
         return done
 
-    monkeypatch.setattr(engine, "layout", waiting)
+    monkeypatch.setattr(InputProcessor, "layout", lambda _, given: waiting(given))
     first, second = (TokenPrompt(chunks=PROMPT.chunks) for _ in range(2))
     asking = [asyncio.ensure_future(engine.agenerate(one)) for one in (first, second)]
     async with asyncio.timeout(10):

@@ -1,0 +1,233 @@
+"""One run of a job: what the engine works on, and what is still to be written down."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from daric_rag.engine import DocumentOutcome
+from daric_rag.prewarm.manifest import Entry, ManifestWriter
+from daric_rag.prewarm.options import JobOptions, Totals
+from daric_rag.prewarm.packing import Packer
+from daric_rag.prewarm.seen import SeenDocuments
+from daric_rag.prewarm.sharding import TextHash
+from daric_rag.prewarm.store_guard import StoreGuard
+from daric_rag.prompt_types import DocumentPart
+
+__all__ = ["JobRun", "NewDocument", "PrewarmEngine"]
+
+# Entries in memory, however fast an engine is.
+_MAX_UNWRITTEN = 2048
+
+
+class PrewarmEngine(Protocol):
+    """What a job needs of an `Engine`.
+
+    It also uses ``flush()``, ``store_stats()`` and ``fingerprints()`` if they are
+    there: an embedded engine has them, a remote one has not.
+    """
+
+    def prewarm_each(self, documents: Sequence[Any]) -> list[DocumentOutcome]:
+        """See `daric_rag.engine.Engine`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NewDocument:
+    """A document to be computed."""
+
+    id: str
+    hash: TextHash
+    part: DocumentPart
+    source_bytes: int
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Documents that the engine works on."""
+
+    documents: list[NewDocument]
+    num_tokens: int
+    outcomes: Future[list[DocumentOutcome]]
+    started: float
+
+
+class JobRun:
+    """One run of a job: what is under way, what is settled, what is not yet told."""
+
+    def __init__(
+        self,
+        engine: PrewarmEngine,
+        options: JobOptions,
+        guard: StoreGuard,
+        writer: ManifestWriter | None,
+        on_entry: Callable[[Entry, Totals], None],
+    ) -> None:
+        self._engine, self._options, self._guard = engine, options, guard
+        self._writer, self._on_entry = writer, on_entry
+        self._packer: Packer[NewDocument] = Packer(
+            options.batch_tokens, options.batch_documents
+        )
+        self._pool = ThreadPoolExecutor(options.max_in_flight, "daric-prewarm")
+        self._in_flight: deque[_Batch] = deque()
+        self._unwritten: list[Entry] = []
+        self._num_chars = self._num_tokens = 0
+        self._committed_s = self._settled_s = time.monotonic()
+        self.totals = Totals()
+
+    def __enter__(self) -> JobRun:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, Exception):
+            self._save_what_is_done()
+        self._pool.shutdown(wait=kind is None, cancel_futures=True)
+
+    def note(self, entry: Entry) -> None:
+        """Tell of a document that the engine has nothing to do with."""
+        self._unwritten.append(entry)
+        self._commit_if_due()
+
+    def take(self, document: NewDocument) -> bool:
+        """Take a document in; returns whether the store has room for it."""
+        batches = self._packer.add(document, len(document.part.text))
+        return all(self._submit(batch) for batch in batches)
+
+    def take_rest(self) -> bool:
+        """Hand over what is packed; returns whether the store has room for it."""
+        batch = self._packer.take()
+        return not batch or self._submit(batch)
+
+    def finish(self) -> None:
+        """Wait for everything and write it down."""
+        while self._in_flight:
+            self._settle()
+        self._commit()
+
+    def give_up_vanished(
+        self, seen: SeenDocuments, give_up: Callable[[Sequence[Entry]], None]
+    ) -> str:
+        """Give up what the source has no more; returns why this was not done."""
+        vanished = list(seen.vanished())
+        if vanished and not self.totals.num_alive:
+            # An empty mount looks like an empty corpus.
+            return "empty"
+        give_up(vanished)
+        self._unwritten += vanished
+        self._commit()
+        return ""
+
+    def _submit(self, documents: list[NewDocument]) -> bool:
+        num_tokens = self._packer.tokens_of(
+            sum(len(document.part.text) for document in documents)
+        )
+        while len(self._in_flight) >= self._options.max_in_flight:
+            self._settle()
+        if not self._has_room(num_tokens):
+            return False
+        parts = [document.part for document in documents]
+        outcomes = self._pool.submit(self._engine.prewarm_each, parts)
+        self._in_flight.append(
+            _Batch(documents, num_tokens, outcomes, time.monotonic())
+        )
+        if self._guard.is_measuring:
+            # The first document says what a token takes up.
+            self.finish()
+        return True
+
+    def _has_room(self, num_tokens: int) -> bool:
+        waiting = sum(batch.num_tokens for batch in self._in_flight)
+        if self._guard.has_room(num_tokens + waiting):
+            return True
+        # Some of what is under way was counted twice.
+        self.finish()
+        return self._guard.has_room(num_tokens)
+
+    def _settle(self) -> None:
+        """Wait for the oldest batch and turn its outcomes into entries."""
+        batch = self._in_flight.popleft()
+        outcomes = batch.outcomes.result()
+        now = time.monotonic()
+        seconds = now - max(batch.started, self._settled_s)
+        self._settled_s = now
+        num_tokens = sum(outcome.num_tokens for outcome in outcomes)
+        for document, outcome in zip(batch.documents, outcomes, strict=True):
+            share = outcome.num_tokens / num_tokens if num_tokens else 0.0
+            self._unwritten.append(_entry(document, outcome, seconds * share))
+            if outcome.num_tokens:
+                self._num_chars += len(document.part.text)
+                self._num_tokens += outcome.num_tokens
+        self._packer.learn(self._num_chars, self._num_tokens)
+        self._commit_if_due()
+
+    def _commit_if_due(self) -> None:
+        waited_s = time.monotonic() - self._committed_s
+        if (
+            waited_s >= self._options.commit_interval_s
+            or len(self._unwritten) >= _MAX_UNWRITTEN
+        ):
+            self._commit()
+
+    def _commit(self) -> None:
+        """Once the store has them on disk, write entries down and tell of them."""
+        entries, self._unwritten = self._unwritten, []
+        self._committed_s = time.monotonic()
+        if not entries:
+            return
+        if any(entry.is_stored for entry in entries):
+            entries = list(self._confirmed(entries))
+        if self._writer is not None:
+            self._writer.append(entries)
+        for entry in entries:
+            self.totals.add(entry)
+            self._on_entry(entry, self.totals)
+
+    def _confirmed(self, entries: Sequence[Entry]) -> Iterator[Entry]:
+        """Flush, and yield the entries as they turned out."""
+        flush = getattr(self._engine, "flush", None)
+        if flush is not None:
+            flush()
+        took_all = self._guard.took_all()
+        computed = (e.num_tokens for e in entries if e.status == "computed")
+        self._guard.learn(sum(computed), all_told=not self._in_flight)
+        now, lifetime = time.time(), self._options.lifetime_s
+        for entry in entries:
+            if entry.status == "computed" and not took_all:
+                yield replace(entry, status="failed", error=_NOT_KEPT, time=now)
+                continue
+            nbytes = round(entry.num_tokens * self._guard.bytes_per_token)
+            expires = now + lifetime if lifetime and entry.is_stored else None
+            yield replace(entry, nbytes=nbytes, time=now, expires=expires)
+
+    def _save_what_is_done(self) -> None:
+        """After an error, which may be the engine's: then the next run finds out."""
+        try:
+            self.finish()
+        except Exception:
+            with suppress(Exception):
+                self._commit()
+
+
+# Which ones is not known: the next run finds those that were kept.
+_NOT_KEPT = (
+    "the store lost some of what it was given about now (disk full, too slow, or over "
+    "its budget): see `daric store stats`, and run the job again"
+)
+
+
+def _entry(document: NewDocument, outcome: DocumentOutcome, seconds: float) -> Entry:
+    entry = Entry(document.id, "failed", document.hash.hex(), error=outcome.error)
+    if outcome.error or outcome.document_hash is None:
+        return entry
+    return replace(
+        entry,
+        status="computed" if outcome.saved_tokens else "hit",
+        document=outcome.document_hash.hex(),
+        num_tokens=outcome.num_tokens,
+        seconds=round(seconds, 6),
+    )

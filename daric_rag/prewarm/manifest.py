@@ -1,0 +1,301 @@
+r"""The record of a job: JSON Lines, appended to, never rewritten.
+
+A header says under what circumstances the entries below it hold; each entry tells of
+one document::
+
+    {"type": "header", "version": 1, "model": "...", "fingerprints": [...], ...}
+    {"type": "document", "id": "a.md", "hash": "...", "status": "computed", ...}
+
+A kill may tear the last line; it is cut off before the file is appended to. Lines that
+are damaged are left out and counted: their documents are looked up again, and the
+store knows them. A writer appends whole groups of lines and returns once they are on
+disk (`fsync`), always after the store was flushed, so that a document that is called
+done is in the store even after a power cut.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Literal, Self, get_args
+
+from daric_rag.errors import ConfigError, StoreError
+
+__all__ = [
+    "VERSION",
+    "Entry",
+    "Manifest",
+    "ManifestWriter",
+    "Status",
+    "header_of",
+    "is_manifest",
+]
+
+VERSION: Final = 1
+
+Status = Literal["computed", "hit", "skipped", "failed", "removed"]
+"""``computed``: now; ``hit``: the store had it; ``skipped``: not to be stored, see
+`error`; ``failed``: see `error`, tried again by the next run; ``removed``: not in the
+corpus any more, and evicted or unpinned."""
+
+# What a header's entries depend on: other ones say nothing about this job.
+_IDENTITY: Final = ("model", "fingerprints", "namespace", "store")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What became of one document.
+
+    Attributes:
+        id: Its name in the source.
+        status: See `Status`.
+        hash: `TextHash` in hex; "" if it has no text.
+        document: `DocumentHash` in hex, of its token ids; "" if it is not stored.
+        num_tokens: Of the document.
+        nbytes: On disk, as far as can be told: its share by tokens.
+        seconds: Its share of its batch's time, by tokens.
+        error: Why it is not stored, or "".
+        time: When, in seconds since 1970.
+        expires: When it may go, in seconds since 1970; None: never.
+    """
+
+    id: str
+    status: Status
+    hash: str = ""
+    document: str = ""
+    num_tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+    time: float = 0.0
+    expires: float | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the store has it."""
+        return self.status in ("computed", "hit")
+
+
+_BEGIN: Final = b'{"type": "header"'
+_HASH: Final = re.compile("(?:[0-9a-f]{32})?")
+
+_TYPES: Final[dict[str, type | tuple[type, ...]]] = {
+    "id": str,
+    "hash": str,
+    "document": str,
+    "num_tokens": int,
+    "nbytes": int,
+    "seconds": (int, float),
+    "error": str,
+    "time": (int, float),
+    "expires": (int, float, type(None)),
+}
+
+
+class Manifest:
+    """A manifest to be read; entries are streamed from the file.
+
+    Args:
+        path: The file; may be absent.
+
+    Attributes:
+        num_damaged: Lines left out by the last reading.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.num_damaged = 0
+
+    def headers(self) -> list[dict[str, Any]]:
+        """Return every header, in order."""
+        return [line for line in self._lines() if line["type"] == "header"]
+
+    def entries(self, header: Mapping[str, Any] | None = None) -> Iterator[Entry]:
+        """Yield the entries that hold under a header's circumstances, in order.
+
+        Args:
+            header: None for all entries.
+        """
+        applies = header is None
+        for line in self._lines():
+            if line["type"] == "header":
+                applies = header is None or _identity(line) == _identity(header)
+            elif applies:
+                entry = _entry_of(line)
+                if entry is None:
+                    self.num_damaged += 1
+                else:
+                    yield entry
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        self.num_damaged = 0
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            for raw in file:
+                line = _parsed(raw)
+                if line is None:
+                    self.num_damaged += 1
+                else:
+                    yield line
+
+
+class ManifestWriter:
+    """Appends to a manifest that nobody else appends to.
+
+    Args:
+        path: The file, made if absent.
+        header: See `header_of`; written unless it is the file's last one.
+
+    Raises:
+        ConfigError: Another process appends to it, or it is something else.
+        StoreError: It cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], header: Mapping[str, Any]) -> None:
+        """Cut off what a kill left unfinished."""
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Titles and names of documents may be private.
+            number = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreError(
+                f"the manifest {path} cannot be written ({error.strerror}): name "
+                f"another file with --manifest"
+            ) from error
+        self._file: BinaryIO = os.fdopen(number, "r+b")
+        try:
+            self._lock()
+            self._cut_torn_line()
+            headers = Manifest(self.path).headers()
+            if not headers and self._file.tell():
+                raise ConfigError(
+                    f"{path} is no manifest: name another file with --manifest"
+                )
+            if not headers or headers[-1] != dict(header):
+                self._write([dict(header)])
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, entries: Sequence[Entry]) -> None:
+        """Write entries; they are on disk when this returns.
+
+        Raises:
+            StoreError: The file cannot be written.
+        """
+        if entries:
+            self._write([{"type": "document", **asdict(entry)} for entry in entries])
+
+    def close(self) -> None:
+        """Let others append; harmless when repeated."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        """Return the writer itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another job writes to {self.path}: wait for it, or give each shard "
+                f"a manifest of its own"
+            ) from error
+
+    def _cut_torn_line(self) -> None:
+        end = self._file.seek(0, os.SEEK_END)
+        start = end
+        while start:
+            step = min(start, 1 << 16)
+            self._file.seek(start - step)
+            newline = self._file.read(step).rfind(b"\n")
+            if newline >= 0:
+                start = start - step + newline + 1
+                break
+            start -= step
+        self._file.seek(start)
+        # A file without any line might be somebody's text.
+        if start or _is_torn_header(self._file.read(64)):
+            self._file.truncate(start)
+        self._file.seek(0, os.SEEK_END)
+
+    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+        try:
+            self._file.write(text.encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise StoreError(
+                f"the manifest {self.path} cannot be written ({error.strerror}): make "
+                f"room and run the job again; it goes on where it stopped"
+            ) from error
+
+
+def header_of(identity: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Return a header.
+
+    Args:
+        identity: Model, fingerprints, namespace and store.
+        **more: What else is worth knowing, such as versions and the template's hash.
+    """
+    known = {name: identity.get(name) for name in _IDENTITY}
+    return {"type": "header", "version": VERSION, **known, **more}
+
+
+def _identity(header: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(header.get(name) for name in _IDENTITY)
+
+
+def _parsed(raw: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    # Without its newline a line may be the beginning of a longer one.
+    if not raw.endswith(b"\n") or not isinstance(line, dict):
+        return None
+    if line.get("type") == "header":
+        return line if line.get("version") == VERSION else None
+    return line if line.get("type") == "document" else None
+
+
+def _entry_of(line: Mapping[str, Any]) -> Entry | None:
+    known = [field.name for field in fields(Entry)]
+    values = {name: line[name] for name in known if name in line}
+    if values.get("status") not in get_args(Status) or "id" not in values:
+        return None
+    for name, kind in _TYPES.items():
+        if name in values and not isinstance(values[name], kind):
+            return None
+    entry = Entry(**values)
+    return entry if _HASH.fullmatch(entry.hash) else None
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether a file begins as a manifest does."""
+    if path.suffix.lower() != ".jsonl":
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_BEGIN)) == _BEGIN
+    except OSError:
+        return False
+
+
+def _is_torn_header(begin: bytes) -> bool:
+    return _BEGIN.startswith(begin) or begin.startswith(_BEGIN)

@@ -1,0 +1,136 @@
+"""Which documents are done and which came before, on disk and not in memory."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import Final, Self
+
+from daric_rag.prewarm.manifest import Entry, Status
+from daric_rag.prewarm.sharding import TextHash
+
+__all__ = ["Known", "SeenDocuments"]
+
+_SCHEMA: Final = """
+CREATE TABLE documents (
+    hash BLOB PRIMARY KEY, id BLOB, document TEXT, expires REAL, seen INTEGER
+) WITHOUT ROWID;
+CREATE INDEX by_id ON documents (id);
+"""
+
+
+class Known(Enum):
+    """What is known of a document that a source yields."""
+
+    NEW = "new"
+    DONE = "done"  # by an earlier run
+    REPEATED = "repeated"  # in this run
+
+
+class SeenDocuments:
+    """Documents by the hash of their text. For one thread.
+
+    A database in a temporary file of SQLite's own: a job over a million documents
+    takes no more memory than one over ten.
+    """
+
+    def __init__(self) -> None:
+        # An empty name is a private file that is gone with the connection.
+        self._database = sqlite3.connect("", isolation_level=None)
+        self._database.executescript(_SCHEMA)
+        # Nothing has to outlive this process: no transaction ever ends.
+        self._database.execute("BEGIN")
+
+    def load(self, entries: Iterable[Entry]) -> None:
+        """Take over what earlier runs did; a later entry counts more."""
+        for entry in entries:
+            if not entry.hash:
+                continue
+            name = bytes.fromhex(entry.hash)
+            if entry.is_stored:
+                self._put(name, entry.id, entry.document, entry.expires, seen=False)
+            else:
+                # A document that fails now was lost, whatever was said before.
+                self._database.execute("DELETE FROM documents WHERE hash = ?", (name,))
+
+    def visit(self, name: TextHash, document_id: str) -> Known:
+        """Say what is known of a document, and remember that it came."""
+        found = self._database.execute(
+            "SELECT seen FROM documents WHERE hash = ?", (name,)
+        ).fetchone()
+        if found is None:
+            self._put(name, document_id, "", None, seen=True)
+            return Known.NEW
+        self._database.execute("UPDATE documents SET seen = 1 WHERE hash = ?", (name,))
+        return Known.REPEATED if found[0] else Known.DONE
+
+    def keep(self, document_id: str) -> None:
+        """A document of this name is in the source and could not be read now."""
+        self._database.execute(
+            "UPDATE documents SET seen = 1 WHERE id = ?", (_packed(document_id),)
+        )
+
+    def stored(self) -> Iterator[Entry]:
+        """Yield all that earlier runs did."""
+        return self._select("document != ''", "hit")
+
+    def vanished(self) -> Iterator[Entry]:
+        """Yield what earlier runs did and this one's source did not have."""
+        return self._select("NOT seen", "removed")
+
+    def expired(self, now: float) -> Iterator[Entry]:
+        """Yield what earlier runs did and has had its time.
+
+        Args:
+            now: In seconds since 1970.
+        """
+        return self._select("expires <= ?", "removed", now)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        row = self._database.execute("SELECT count(*) FROM documents").fetchone()
+        return int(row[0])
+
+    def close(self) -> None:
+        """Forget everything; harmless when repeated."""
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def _select(
+        self, condition: str, status: Status, *values: float
+    ) -> Iterator[Entry]:
+        rows = self._database.execute(
+            f"SELECT hash, id, document FROM documents WHERE {condition} ORDER BY id",
+            values,
+        )
+        for name, document_id, document in rows:
+            yield Entry(
+                document_id.decode(errors="surrogatepass"), status, name.hex(), document
+            )
+
+    def _put(
+        self,
+        name: bytes,
+        document_id: str,
+        document: str,
+        expires: float | None,
+        *,
+        seen: bool,
+    ) -> None:
+        self._database.execute(
+            "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?)",
+            (name, _packed(document_id), document, expires, int(seen)),
+        )
+
+
+def _packed(document_id: str) -> bytes:
+    # Names of files may hold half a character, which SQLite's text may not.
+    return document_id.encode(errors="surrogatepass")

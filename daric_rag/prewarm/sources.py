@@ -1,0 +1,196 @@
+"""Files, folders, JSON Lines and standard input as streams of documents.
+
+A source is read while its documents are computed and never held as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from daric_rag.errors import ConfigError
+from daric_rag.prewarm.items import SourceItem
+from daric_rag.prewarm.manifest import is_manifest
+from daric_rag.prewarm.readers import (
+    JSONL_SUFFIXES,
+    SUFFIXES,
+    UnreadableError,
+    check_readers,
+    read_text,
+)
+
+__all__ = ["JsonFields", "PathSource", "read_json_lines"]
+
+# A line that is longer holds no document that a model could read.
+_MAX_LINE_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class JsonFields:
+    """Which fields of a JSON Lines record say what.
+
+    Attributes:
+        text: Its text; required in every record.
+        title: Its title, may be absent.
+        source: Where it comes from, may be absent.
+        id: Its name in the manifest; None or absent: file and line number.
+    """
+
+    text: str = "text"
+    title: str = "title"
+    source: str = "source"
+    id: str | None = "id"
+
+
+class PathSource:
+    """Documents of files and folders, in a fixed order. Can be read many times.
+
+    Of a folder, files of known suffixes at any depth, hidden ones and manifests left
+    out. A file is
+    a document; a ``.jsonl`` file has one per line. A file that is named itself is read
+    whatever its suffix is.
+
+    Args:
+        paths: Files and folders; ``"-"`` is JSON Lines on standard input.
+        fields: Of JSON Lines records.
+        stdin: Read for ``"-"``.
+
+    Raises:
+        ConfigError: A path does not exist, or what reads such files is missing.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        fields: JsonFields | None = None,
+        stdin: BinaryIO | None = None,
+    ) -> None:
+        """Look at the paths, so that a wrong one is told before any work."""
+        self._paths = [os.fspath(path) for path in paths]
+        self._fields = fields or JsonFields()
+        self._stdin = stdin
+        if not self._paths:
+            raise ConfigError("no source is named: give files, folders, or - for stdin")
+        for path in self._paths:
+            if path == "-" and stdin is None:
+                raise ConfigError("standard input cannot be read here: name a file")
+            if path != "-" and not Path(path).exists():
+                raise ConfigError(f"{path} does not exist: name a file or a folder")
+        self._num_bytes, suffixes = 0, set()
+        for file in self._files():
+            suffixes.add(file.suffix.lower())
+            self._num_bytes += _size(file)
+        check_readers(suffixes)
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Bytes of all files, as they were at first; None with standard input."""
+        return None if "-" in self._paths else self._num_bytes
+
+    def __iter__(self) -> Iterator[SourceItem]:
+        """Yield every document, or why it cannot be read."""
+        for path in self._paths:
+            if path == "-":
+                assert self._stdin is not None
+                yield from read_json_lines(self._stdin, "stdin", self._fields)
+                continue
+            for file in _files_of(path):
+                yield from self._read(file)
+
+    def _files(self) -> Iterator[Path]:
+        for path in self._paths:
+            if path != "-":
+                yield from _files_of(path)
+
+    def _read(self, file: Path) -> Iterator[SourceItem]:
+        if file.suffix.lower() in JSONL_SUFFIXES:
+            try:
+                with file.open("rb") as lines:
+                    yield from read_json_lines(lines, str(file), self._fields)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                yield SourceItem(str(file), error=f"cannot be read ({reason})")
+            return
+        num_bytes = _size(file)
+        try:
+            document = {"text": read_text(file), "source": str(file)}
+            yield SourceItem(str(file), document, source_bytes=num_bytes)
+        except UnreadableError as error:
+            yield SourceItem(str(file), error=str(error), source_bytes=num_bytes)
+
+
+def read_json_lines(
+    lines: BinaryIO, name: str, fields: JsonFields
+) -> Iterator[SourceItem]:
+    """Yield the documents of a JSON Lines stream; empty lines are left out.
+
+    A document has the record's ``"metadata"`` if that is a mapping, else the fields
+    that are named by nothing here.
+    """
+    number = 0
+    while line := lines.readline(_MAX_LINE_BYTES + 1):
+        number += 1
+        place = f"{name}:{number}"
+        num_bytes = len(line)
+        if num_bytes > _MAX_LINE_BYTES:
+            while line and not line.endswith(b"\n"):
+                line = lines.readline(_MAX_LINE_BYTES)
+                num_bytes += len(line)
+            error = f"is longer than {_MAX_LINE_BYTES >> 20} MiB: split it"
+            yield SourceItem(place, error=error, source_bytes=num_bytes)
+        elif line.strip():
+            yield _record_item(line, place, fields)
+
+
+def _record_item(line: bytes, place: str, fields: JsonFields) -> SourceItem:
+    num_bytes = len(line)
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        why = f"is no JSON ({' '.join(str(error).split())})"
+        return SourceItem(place, error=why, source_bytes=num_bytes)
+    if not isinstance(record, dict) or not isinstance(record.get(fields.text), str):
+        why = f"has no text in the field {fields.text!r}: see --text-field"
+        return SourceItem(place, error=why, source_bytes=num_bytes)
+    own = record.get(fields.id) if fields.id is not None else None
+    name = str(own) if isinstance(own, str | int) and own != "" else place
+    return SourceItem(name, _document(record, fields), source_bytes=num_bytes)
+
+
+def _document(record: dict[str, Any], fields: JsonFields) -> dict[str, Any]:
+    used = (fields.text, fields.title, fields.source, fields.id, "metadata")
+    metadata = record.get("metadata")
+    if not isinstance(metadata, dict):
+        metadata = {key: value for key, value in record.items() if key not in used}
+    document = {"text": record[fields.text], "metadata": metadata}
+    for name, field in (("title", fields.title), ("source", fields.source)):
+        if isinstance(record.get(field), str):
+            document[name] = record[field]
+    return document
+
+
+def _files_of(path: str) -> Iterable[Path]:
+    root = Path(path)
+    if not root.is_dir():
+        yield root
+        return
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            file = Path(folder, name)
+            if name.startswith(".") or file.suffix.lower() not in SUFFIXES:
+                continue
+            # A job's own record may lie beside the documents.
+            if not is_manifest(file):
+                yield file
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0

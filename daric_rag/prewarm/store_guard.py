@@ -1,0 +1,98 @@
+"""What a store has room for, and whether it took what it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from daric_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from daric_rag.storage import StoreStats, TierStats
+
+__all__ = ["StoreGuard"]
+
+
+class StoreGuard:
+    """Keeps a job from evicting what it just made. For one thread.
+
+    Args:
+        stats: Of the store that the engine writes to; None where it cannot be seen, as
+            on a server: then there is no budget, and nothing is known to be lost.
+        budget_bytes: What the store may hold in all; None for the store's own limit.
+
+    Raises:
+        ConfigError: There is a budget and the store cannot be seen.
+    """
+
+    def __init__(
+        self, stats: Callable[[], StoreStats] | None, budget_bytes: int | None = None
+    ) -> None:
+        if stats is None and budget_bytes is not None:
+            raise ConfigError(
+                "a budget needs a store on this machine, and this engine's is on a "
+                "server: leave the budget out, or give the server --disk-bytes"
+            )
+        self._stats, self._budget = stats, budget_bytes
+        self._start = self._held()
+        self._lost = self._losses()
+        self._num_tokens = 0
+        self._bytes_per_token = 0.0
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What the store may hold; None where it cannot be seen."""
+        if self._stats is None:
+            return None
+        tier = _tier(self._stats())
+        return min(self._budget or tier.capacity_bytes, tier.capacity_bytes)
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether it is still to be seen how much a token takes up."""
+        return self._stats is not None and not self._num_tokens
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of records on disk, as measured; 0 while unknown."""
+        return self._bytes_per_token
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether so many more tokens fit beside what is there."""
+        if self._stats is None:
+            return True
+        needed = self._bytes_per_token * num_tokens
+        return self._held() + max(needed, 1.0) <= (self.budget_bytes or 0)
+
+    def learn(self, num_tokens: int, *, all_told: bool) -> None:
+        """Take notice of tokens that were saved and are on disk.
+
+        Args:
+            num_tokens: Of documents that were computed.
+            all_told: Whether nothing else is under way, so that what the store grew
+                by is theirs.
+        """
+        self._num_tokens += num_tokens
+        if self._num_tokens and all_told:
+            grown = self._held() - self._start
+            self._bytes_per_token = max(grown, 0) / self._num_tokens
+
+    def took_all(self) -> bool:
+        """Whether, since this was last asked, the store kept all it was given."""
+        before, self._lost = self._lost, self._losses()
+        return self._lost == before
+
+    def _held(self) -> int:
+        return 0 if self._stats is None else _tier(self._stats()).nbytes
+
+    def _losses(self) -> int:
+        if self._stats is None:
+            return 0
+        stats = self._stats()
+        tier = _tier(stats)
+        dropped = stats.dropped_writes if stats.disk is not None else 0
+        return tier.failed_writes + tier.evicted + dropped
+
+
+def _tier(stats: StoreStats) -> TierStats:
+    return stats.host if stats.disk is None else stats.disk

@@ -1,0 +1,308 @@
+"""What ``daric prewarm run`` does: opens an engine, runs a job, tells of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import typer
+
+from daric_rag.cli_common import make_console, resolved
+from daric_rag.config import DaricConfig
+from daric_rag.errors import ConfigError
+from daric_rag.prewarm_settings import Settings
+from daric_rag.store_options import opened, print_json
+
+if TYPE_CHECKING:
+    from daric_rag.prewarm import Entry, JobReport, PathSource, PrewarmJob
+
+__all__ = [
+    "dry_run_of",
+    "exit_code_of",
+    "open_engine",
+    "run_job",
+    "watch_and_run",
+]
+
+_WATCH_STEP_MS = 500
+
+_FAILED, _NO_ROOM, _INTERRUPTED = 3, 4, 130
+
+
+def exit_code_of(report: JobReport) -> int:
+    """Return the exit code that tells how a job ended."""
+    if report.stopped == "stopped":
+        return _INTERRUPTED
+    if report.stopped == "budget":
+        return _NO_ROOM
+    return _FAILED if report.totals.failed else 0
+
+
+def run_job(settings: Settings, *, as_json: bool) -> JobReport:
+    """Run a job once, and tell how it ended."""
+    source = settings.source()
+    with (
+        _engine(settings, settings.store, as_json=as_json) as engine,
+        _stopped_by_signals() as stop,
+    ):
+        outcome = _run_on(engine, settings, source, stop)
+    outcome.tell(as_json=as_json)
+    return outcome.report
+
+
+def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
+    """Run a job, and again whenever a source has changed, until interrupted."""
+    if "-" in settings.sources:
+        raise ConfigError("standard input cannot be watched: name files or folders")
+    try:
+        from watchfiles import watch
+    except ImportError as error:
+        raise ConfigError(
+            "--watch needs watchfiles: pip install 'daric-rag[prewarm]'"
+        ) from error
+    settings.source()
+    with (
+        _engine(settings, settings.store, as_json=as_json) as engine,
+        _stopped_by_signals() as stop,
+    ):
+        changes = watch(
+            *settings.watched_folders(),
+            watch_filter=lambda _, path: settings.is_of_source(path),
+            stop_event=stop.event,
+            rust_timeout=_WATCH_STEP_MS,
+            yield_on_timeout=True,
+        )
+        # From now on nothing is missed, what changes during a run included.
+        next(changes, None)
+        outcome = _run_on(engine, settings, settings.source(), stop)
+        for changed in changes:
+            if changed:
+                typer.echo("\n".join(outcome.lines), err=True)
+                outcome = _run_on(engine, settings, settings.source(), stop)
+    outcome.tell(as_json=as_json)
+    return outcome.report
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How a run ended, for people and for programs."""
+
+    report: JobReport
+    lines: list[str]
+    values: dict[str, Any]
+
+    def tell(self, *, as_json: bool) -> None:
+        """Print it to standard output, once the engine is closed."""
+        if as_json:
+            print_json(self.values)
+        else:
+            typer.echo("\n".join(self.lines))
+
+
+def dry_run_of(settings: Settings, *, as_json: bool) -> None:
+    """Tell what a job would take; the store is looked at and not changed."""
+    from daric_rag.evaluation.prewarm_view import plan_json, plan_lines
+    from daric_rag.prewarm import Shard
+    from daric_rag.prewarm.planning import calibrate, make_plan
+    from daric_rag.prompt import PromptBuilder
+
+    source = settings.source()
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="daric-"))
+        engine = stack.enter_context(_engine(settings, folder, as_json=as_json))
+        cached, room = _held(engine, settings)
+        plan = make_plan(
+            source,
+            engine,
+            builder=PromptBuilder(document_template=settings.template),
+            shard=Shard.parse(settings.shard),
+            is_cached=lambda name: name.hex() in cached,
+        )
+        measured = None
+        if settings.url is None:
+            # A server's store is its own, and would keep the sample.
+            measured = calibrate(engine, plan.sample, lambda: _flushed_bytes(engine))
+    if as_json:
+        print_json(plan_json(plan, measured, room))
+    else:
+        typer.echo("\n".join(plan_lines(plan, measured, room)))
+
+
+def _run_on(
+    engine: Any, settings: Settings, source: PathSource, stop: _Stop
+) -> _Outcome:
+    from daric_rag.evaluation.prewarm_view import (
+        report_json,
+        report_lines,
+        shown_progress,
+    )
+    from daric_rag.prewarm import PrewarmJob
+    from daric_rag.prompt import PromptBuilder
+
+    start = time.monotonic()
+    with shown_progress(make_console(stderr=True), source.num_bytes) as on_entry:
+        job = PrewarmJob(
+            engine,
+            source,
+            builder=PromptBuilder(document_template=settings.template),
+            manifest=settings.manifest,
+            options=settings.job_options(),
+            on_entry=on_entry,
+        )
+        if settings.sync is not None:
+            job.on_vanished = lambda entries: _give_up(settings, job.header, entries)
+        _check_template(settings, job.template)
+        stop.attach(job)
+        report = job.run()
+    if report.stopped == "empty":
+        raise ConfigError(
+            "the sources have no document at all, and --sync would have given up "
+            "everything: see that they are there; `daric store evict` removes all"
+        )
+    if settings.pin:
+        _pin(settings, job.header)
+    elapsed = time.monotonic() - start
+    named = {"template": job.template, "manifest": str(settings.manifest)}
+    lines = [
+        *report_lines(report, elapsed),
+        f"document template {job.template[:12]}, manifest {settings.manifest}",
+    ]
+    return _Outcome(report, lines, report_json(report, elapsed, **named))
+
+
+@contextmanager
+def _engine(settings: Settings, store: str | None, *, as_json: bool) -> Iterator[Any]:
+    """Yield the engine, embedded or remote; standard output stays clean for JSON."""
+    from daric_rag.evaluation.terminal import (
+        json_has_stdout,
+        progress_bar,
+        quiet_libraries,
+    )
+
+    quiet_libraries(verbose=settings.verbose)
+    with json_has_stdout(as_json):
+        with progress_bar(make_console(stderr=True), "starting vLLM"):
+            engine = open_engine(settings, store)
+        with closing(engine):
+            yield engine
+
+
+def open_engine(settings: Settings, store: str | None) -> Any:
+    """Return the engine that the settings name; a remote one has its own store."""
+    if settings.url is not None:
+        from daric_rag.runtime.remote import RemoteEngine
+
+        return RemoteEngine(
+            settings.url, api_key=settings.api_key, config=settings.config()
+        )
+    from daric_rag.runtime.embedded import EmbeddedEngine
+
+    assert settings.model is not None
+    return EmbeddedEngine(
+        resolved(settings.model),
+        store=store,
+        config=settings.config(),
+        **settings.vllm_options(),
+    )
+
+
+class _Stop:
+    """Has the first signal stop a job in order, and the second one at once."""
+
+    def __init__(self) -> None:
+        self.event = Event()
+        self._job: PrewarmJob | None = None
+
+    def attach(self, job: PrewarmJob) -> None:
+        """Say which job is to be stopped."""
+        self._job = job
+        if self.event.is_set():
+            job.stop()
+
+    def handle(self, *_: object) -> None:
+        """Take a signal."""
+        if self.event.is_set():
+            # As after kill -9: the next run looks up what it does not know.
+            os._exit(_INTERRUPTED)
+        self.event.set()
+        if self._job is not None:
+            self._job.stop()
+        sys.stderr.write("finishing the batch; interrupt again to stop at once\n")
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[_Stop]:
+    stop = _Stop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, stop.handle) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _check_template(settings: Settings, template: str) -> None:
+    """Warn where a store was warmed with another template, and remember this one."""
+    if not settings.sees_store:
+        return
+    from daric_rag.prewarm.templates import note_template, other_templates
+
+    folder = settings.store_folder()
+    others = other_templates(folder, template)
+    if others:
+        named = ", ".join(name[:12] for name in others)
+        typer.echo(
+            f"warning: this store was warmed with another document template ({named}; "
+            f"now {template[:12]}): prompts find only documents of their own template",
+            err=True,
+        )
+    if Path(folder).is_dir():
+        note_template(folder, template, settings.template)
+
+
+def _give_up(
+    settings: Settings, header: Mapping[str, Any], entries: Sequence[Entry]
+) -> None:
+    from daric_rag.prewarm.refresh import give_up
+
+    how = cast(Literal["evict", "unpin"], settings.sync)
+    with opened(settings.store, settings.key_file, writes=True) as (disk, _):
+        give_up(disk, dict(header), entries, how)
+
+
+def _pin(settings: Settings, header: Mapping[str, Any]) -> None:
+    from daric_rag.prewarm.manifest import Manifest
+    from daric_rag.prewarm.refresh import pin_all
+
+    with opened(settings.store, settings.key_file, writes=True) as (disk, _):
+        pin_all(disk, Manifest(settings.manifest), dict(header))
+
+
+def _held(engine: Any, settings: Settings) -> tuple[set[str], int | None]:
+    """Return the hashes of the documents that are stored, and the room left."""
+    from daric_rag.prewarm.audit import StoredDocuments
+    from daric_rag.prewarm.options import engine_identity
+
+    limit = None if settings.url else settings.budget_bytes or DaricConfig().disk_bytes
+    if not settings.sees_store or not Path(settings.store_folder()).is_dir():
+        return set(), limit
+    with opened(settings.store, settings.key_file) as (disk, _):
+        header = {**engine_identity(engine), "namespace": settings.namespace}
+        stored = StoredDocuments(disk, header)
+        return stored.names(), limit and max(limit - disk.nbytes, 0)
+
+
+def _flushed_bytes(engine: Any) -> int:
+    engine.flush()
+    stats = engine.store_stats()
+    return int((stats.host if stats.disk is None else stats.disk).nbytes)

@@ -1,0 +1,163 @@
+"""The options of ``daric prewarm run``, as one value."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from daric_rag.config import DaricConfig
+from daric_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from daric_rag.prewarm import JobOptions, PathSource
+
+__all__ = ["Settings", "manifest_path"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The options of ``daric prewarm run``, as they were given."""
+
+    sources: tuple[str, ...]
+    model: str | None
+    url: str | None
+    api_key: str | None
+    store: str | None
+    key_file: str | None
+    manifest: Path
+    template: str
+    namespace: str
+    fields: tuple[str, str, str, str]
+    shard: str
+    budget: str | None
+    batch_tokens: int
+    ttl: str | None
+    pin: bool
+    sync: str | None
+    again: bool
+    vllm: tuple[str, ...]
+    verbose: bool
+
+    def __post_init__(self) -> None:
+        """Refuse what does not go together, before a model is loaded."""
+        if (self.model is None) == (self.url is None):
+            raise ConfigError("name one engine: --model to run here, or --url")
+        if self.url is not None:
+            # DARIC_STORE may be set for other commands.
+            for name in ("vllm", "budget", "key_file"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"--{name.replace('_', '-')} is the server's affair: leave it "
+                        f"out with --url"
+                    )
+        for name in ("store", "model", "url", "namespace"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"--{name} is empty: give it a value or leave it out")
+        if self.store == ":memory:":
+            raise ConfigError(
+                "a store in memory ends with the job: name a folder with --store"
+            )
+        if (self.sync or self.pin) and not self.sees_store:
+            raise ConfigError(
+                "--sync and --pin need the server's store on this machine: name its "
+                "folder with --store, or use `daric store` there"
+            )
+
+    @property
+    def sees_store(self) -> bool:
+        """Whether the store's folder is on this machine."""
+        return self.store is not None or self.url is None
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What the store may hold before the job stops; None if nothing is said."""
+        from daric_rag.evaluation.units import parse_bytes
+
+        return parse_bytes(self.budget) if self.budget is not None else None
+
+    def config(self) -> DaricConfig:
+        """Return the engine's configuration."""
+        default = DaricConfig()
+        return DaricConfig(
+            namespace=self.namespace,
+            # Never below the default: a small budget stops the job, and must not make
+            # the engine evict what others keep here.
+            disk_bytes=max(self.budget_bytes or 0, default.disk_bytes),
+            encryption_key_file=self.key_file,
+        )
+
+    def store_folder(self) -> str:
+        """Return the store's folder, absolute."""
+        from daric_rag.storage import default_store_path
+
+        path = default_store_path() if self.store is None else Path(self.store)
+        return str(path.expanduser().absolute())
+
+    def source(self) -> PathSource:
+        """Return what the paths hold."""
+        from daric_rag.prewarm import JsonFields, PathSource
+
+        stdin = None if sys.stdin is None else sys.stdin.buffer
+        return PathSource(self.sources, JsonFields(*self.fields), stdin)
+
+    def watched_folders(self) -> list[Path]:
+        """Return the folders that tell of changes; of a file its own one.
+
+        Editors replace files, so that there is nothing else to watch.
+        """
+        paths = [Path(path).absolute() for path in self.sources]
+        return [path if path.is_dir() else path.parent for path in paths]
+
+    def is_of_source(self, path: str) -> bool:
+        """Whether a change of a file is a change of a source."""
+        changed = Path(path)
+        if changed == self.manifest.absolute():
+            # Every run writes to it.
+            return False
+        sources = [Path(source).absolute() for source in self.sources]
+        return any(changed == one or one in changed.parents for one in sources)
+
+    def job_options(self) -> JobOptions:
+        """Return how the job is to run."""
+        from daric_rag.evaluation.units import parse_duration
+        from daric_rag.prewarm import JobOptions, Shard
+
+        identity: dict[str, Any] = {"namespace": self.namespace}
+        if self.url is None:
+            identity |= {"model": self.model, "store": self.store_folder()}
+        return JobOptions(
+            shard=Shard.parse(self.shard),
+            batch_tokens=self.batch_tokens,
+            budget_bytes=self.budget_bytes,
+            lifetime_s=parse_duration(self.ttl) if self.ttl else None,
+            again=self.again,
+            identity=identity,
+        )
+
+    def vllm_options(self) -> dict[str, Any]:
+        """Return the options for vLLM; values are JSON, or text if they are none."""
+        options: dict[str, Any] = {}
+        for text in self.vllm:
+            name, equals, value = text.partition("=")
+            if not (name and equals):
+                raise ConfigError(f"--vllm {text!r}: write it as max_model_len=8192")
+            try:
+                options[name.replace("-", "_")] = json.loads(value)
+            except ValueError:
+                options[name.replace("-", "_")] = value
+        return options
+
+
+def manifest_path(given: Path | None, shard: str) -> Path:
+    """Return where a job's manifest is; shards have one each."""
+    from daric_rag.prewarm import Shard
+
+    parsed = Shard.parse(shard)
+    if given is not None:
+        return given
+    if parsed.count == 1:
+        return Path("prewarm.jsonl")
+    return Path(f"prewarm-{parsed.index}-of-{parsed.count}.jsonl")

@@ -1,0 +1,141 @@
+"""The record of a job survives kills and damage, and says what it is about."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daric_rag.errors import ConfigError, StoreError
+from daric_rag.prewarm import Entry, Manifest
+from daric_rag.prewarm.manifest import ManifestWriter, header_of
+
+HEADER = header_of({"model": "m", "namespace": "default"}, template="t")
+OTHER = header_of({"model": "n", "namespace": "default"}, template="t")
+
+
+def entry(number: int, **more: Any) -> Entry:
+    return Entry(f"d{number}", "computed", f"{number:032x}", "ab", 7, **more)
+
+
+ENTRIES = [entry(number, error="“é”\n", seconds=0.5) for number in range(4)]
+
+
+def write(path: Path, header: Any, entries: list[Entry]) -> None:
+    with ManifestWriter(path, header) as writer:
+        writer.append(entries)
+
+
+def test_entries_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "m.jsonl"
+    write(path, HEADER, ENTRIES[:3])
+    write(path, HEADER, ENTRIES[3:])
+    manifest = Manifest(path)
+    assert list(manifest.entries(HEADER)) == ENTRIES
+    assert manifest.headers() == [HEADER]
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_other_circumstances_have_other_entries(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    write(path, HEADER, ENTRIES[:2])
+    write(path, OTHER, ENTRIES[2:3])
+    write(path, {**HEADER, "template": "u"}, ENTRIES[3:])
+    manifest = Manifest(path)
+    assert list(manifest.entries(HEADER)) == [*ENTRIES[:2], ENTRIES[3]]
+    assert list(manifest.entries(OTHER)) == ENTRIES[2:3]
+    assert list(manifest.entries()) == ENTRIES
+    assert len(manifest.headers()) == 3
+
+
+@given(cut=st.integers(0, 2000), more=st.booleans())
+def test_a_torn_end_costs_what_it_hit(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, more: bool
+) -> None:
+    path = tmp_path_factory.mktemp("torn") / "m.jsonl"
+    write(path, HEADER, ENTRIES)
+    content = path.read_bytes()
+    path.write_bytes(content[: max(len(content) - cut, 0)])
+    whole = path.read_bytes().count(b"\n") - 1
+    read = list(Manifest(path).entries(HEADER))
+    assert read == ENTRIES[: max(whole, 0)]
+    if more:
+        write(path, HEADER, ENTRIES[-1:])
+        again = Manifest(path)
+        assert list(again.entries(HEADER)) == [*read, ENTRIES[-1]]
+        assert again.num_damaged == 0
+
+
+@given(position=st.integers(0, 10_000), byte=st.integers(0, 255))
+def test_a_damaged_byte_costs_one_line_at_most(
+    tmp_path_factory: pytest.TempPathFactory, position: int, byte: int
+) -> None:
+    path = tmp_path_factory.mktemp("damaged") / "m.jsonl"
+    write(path, HEADER, ENTRIES)
+    content = bytearray(path.read_bytes())
+    header_len = content.index(b"\n") + 1
+    position = header_len + position % (len(content) - header_len)
+    if content[position] == ord("\n"):
+        return
+    content[position] = byte
+    path.write_bytes(content)
+    manifest = Manifest(path)
+    same = [e for e in manifest.entries(HEADER) if e in ENTRIES]
+    assert len(same) >= len(ENTRIES) - 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"type": "document"},
+        {"type": "document", "id": "a", "status": "great"},
+        {"type": "document", "id": 7, "status": "hit"},
+        {"type": "document", "id": "a", "status": "hit", "hash": "xyz"},
+        {"type": "document", "id": "a", "status": "hit", "num_tokens": "7"},
+        {"type": "other"},
+        [1],
+    ],
+)
+def test_lines_that_say_nothing_are_counted(tmp_path: Path, line: Any) -> None:
+    path = tmp_path / "m.jsonl"
+    write(path, HEADER, ENTRIES[:1])
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    manifest = Manifest(path)
+    assert list(manifest.entries(HEADER)) == ENTRIES[:1]
+    assert manifest.num_damaged == 1
+
+
+def test_two_jobs_do_not_share_a_manifest(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    with (
+        ManifestWriter(path, HEADER),
+        pytest.raises(ConfigError, match="another job writes"),
+    ):
+        ManifestWriter(path, HEADER)
+    write(path, HEADER, [])
+
+
+@pytest.mark.parametrize("content", [b"precious\n", b"precious", b'{"type": "x"}\n'])
+def test_what_is_no_manifest_is_left_alone(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="is no manifest"):
+        ManifestWriter(path, HEADER)
+    assert path.read_bytes() == content
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="--manifest"):
+        ManifestWriter(tmp_path / "file" / "m.jsonl", HEADER)
+
+
+def test_no_manifest_has_no_entries(tmp_path: Path) -> None:
+    manifest = Manifest(tmp_path / "nothing")
+    assert manifest.headers() == []
+    assert list(manifest.entries(HEADER)) == []

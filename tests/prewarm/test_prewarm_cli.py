@@ -1,0 +1,358 @@
+"""``daric prewarm`` on a real store and an engine of a few lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from daric_rag import cli, prewarm_run
+from daric_rag.errors import ConfigError
+from daric_rag.prewarm import Manifest
+from daric_rag.prewarm_settings import Settings
+from daric_rag.storage import DiskTier
+from daric_rag.storage.documents import DocumentTree
+from tests.prewarm.engines import DiskEngine
+from tests.storage.records import CAPACITY_BYTES, RECORD_BYTES, record_files
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Five documents; the commands run beside them, and a store is named."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(5):
+        (folder / f"{number}.txt").write_text(f"document {number} of some words")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DARIC_STORE", str(tmp_path / "store"))
+
+    def opened(settings: Settings, store: str | None) -> DiskEngine:
+        return DiskEngine(store or settings.store_folder(), settings.config())
+
+    monkeypatch.setattr(prewarm_run, "open_engine", opened)
+    return folder
+
+
+def invoke(*arguments: Any) -> Any:
+    result = CliRunner().invoke(cli.app, ["prewarm", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def answer(*arguments: Any, exit_code: int = 0) -> dict[str, Any]:
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == exit_code, result.output
+    value = json.loads(result.stdout)
+    assert isinstance(value, dict)
+    return value
+
+
+def warm(*arguments: Any, exit_code: int = 0) -> dict[str, Any]:
+    return answer(*arguments, "--model", "tiny", exit_code=exit_code)
+
+
+def stored(store: Path = Path("store")) -> list[Any]:
+    with closing(DiskTier(store, CAPACITY_BYTES)) as disk:
+        return DocumentTree(disk.segments()).documents
+
+
+def test_a_corpus_is_stored_and_verified(corpus: Path) -> None:
+    done = warm(corpus)
+    assert (done["computed"], done["computed_tokens"], done["failed"]) == (5, 25, 0)
+    assert done["manifest"] == "prewarm.jsonl"
+    assert len(stored()) == 5
+    assert warm(corpus)["known"] == 5
+    verified = answer("verify", "prewarm.jsonl")
+    assert (verified["num_documents"], verified["num_records"]) == (5, 10)
+    assert "0 missing" in invoke("verify", "prewarm.jsonl").stdout
+    header = Manifest("prewarm.jsonl").headers()[0]
+    assert header["model"] == "tiny"
+    assert header["store"] == str(Path("store").absolute())
+    assert header["template"] == done["template"]
+
+
+def test_verify_tells_what_is_missing(corpus: Path) -> None:
+    warm(corpus)
+    with closing(DiskTier("store", CAPACITY_BYTES)) as disk:
+        disk.evict([stored()[0].key])
+    found = answer("verify", "prewarm.jsonl", exit_code=1)
+    assert len(found["missing"]) == 1
+    assert "missing: " in invoke("verify", "prewarm.jsonl").stdout
+    assert warm(corpus, "--again")["computed"] == 1
+    record_files(Path("store"))[3].write_bytes(b"rubbish")
+    assert len(answer("verify", "prewarm.jsonl", exit_code=1)["damaged"]) == 1
+
+
+def test_what_is_no_manifest_cannot_be_verified(corpus: Path) -> None:
+    with pytest.raises(ConfigError, match="is no manifest"):
+        invoke("verify", corpus / "0.txt")
+
+
+def test_failed_documents_have_an_exit_code_and_a_line(corpus: Path) -> None:
+    (corpus / "bad.txt").write_bytes(b"\xff")
+    result = invoke("run", corpus, "--model", "tiny")
+    assert result.exit_code == 3
+    assert "1 failed" in result.stdout
+    (line,) = map(json.loads, result.stderr.splitlines())
+    assert line["event"] == "failed"
+    assert line["id"] == str(corpus / "bad.txt")
+    assert "UTF-8" in line["error"]
+
+
+def test_a_budget_has_an_exit_code(corpus: Path) -> None:
+    done = warm(corpus, "--budget", f"{5 * RECORD_BYTES}", exit_code=4)
+    assert done["stopped"] == "budget"
+    assert 1 <= len(stored()) < 5
+
+
+def test_a_small_budget_evicts_nothing_of_others(corpus: Path) -> None:
+    warm(corpus)
+    (corpus / "new.txt").write_text("quite new words")
+    assert warm(corpus, "--budget", "100B", exit_code=4)["computed"] == 0
+    assert len(stored()) == 5
+
+
+def test_names_of_files_may_be_anything(corpus: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.txt")
+    (corpus / name).write_text("words of an old file system")
+    assert warm(corpus)["computed"] == 6
+    (corpus / name).unlink()
+    assert warm(corpus, "--sync", "evict")["removed"] == 1
+    ids = [entry.id for entry in Manifest("prewarm.jsonl").entries()]
+    assert ids.count(str(corpus / name)) == 2
+
+
+def test_shards_have_manifests_of_their_own(corpus: Path) -> None:
+    done = [warm(corpus, "--shard", f"{i}/2")["computed"] for i in (1, 2)]
+    assert sum(done) == 5
+    for i in (1, 2):
+        (found,) = Manifest(f"prewarm-{i}-of-2.jsonl").headers()
+        assert found["shard"] == f"{i}/2"
+
+
+def test_a_dry_run_counts_and_stores_nothing(corpus: Path) -> None:
+    (corpus / "again.txt").write_text("document 0 of some words")
+    (corpus / "empty.txt").touch()
+    (corpus / "bad.txt").write_bytes(b"\xff")
+    plan = warm(corpus, "--dry-run")
+    assert not Path("store").exists()
+    assert not Path("prewarm.jsonl").exists()
+    assert (plan["num_documents"], plan["num_tokens"]) == (5, 25)
+    assert (plan["num_repeated"], plan["num_empty"], plan["num_refused"]) == (1, 1, 1)
+    assert (plan["num_cached"], plan["cached_tokens"]) == (0, 0)
+    (corpus / "bad.txt").unlink()
+    warm(corpus / "0.txt", corpus / "1.txt")
+    nbytes = sum(path.stat().st_size for path in record_files(Path("store")))
+    again = warm(corpus, "--dry-run")
+    assert (again["num_cached"], again["cached_tokens"]) == (2, 10)
+    assert again["nbytes"] == plan["nbytes"] == round(nbytes / 2 * 5)
+    assert again["new_bytes"] == round(nbytes / 2 * 3)
+    assert again["seconds"] > 0
+    assert len(stored()) == 2
+    text = invoke(corpus, "--model", "tiny", "--dry-run").stdout
+    assert "5 documents, 25 tokens; 2 of them (10 tokens) are stored" in text
+
+
+def test_a_dry_run_tells_that_there_is_no_room(corpus: Path) -> None:
+    result = invoke(corpus, "--model", "tiny", "--dry-run", "--budget", "300")
+    assert "would stop before its end" in result.stdout
+
+
+@pytest.mark.parametrize(("how", "left"), [("evict", 4), ("unpin", 5)])
+def test_sync_gives_up_what_vanished(corpus: Path, how: str, left: int) -> None:
+    warm(corpus, "--pin")
+    assert all(document.pinned for document in stored())
+    (corpus / "0.txt").unlink()
+    done = warm(corpus, "--sync", how, "--pin")
+    assert (done["removed"], done["known"]) == (1, 4)
+    assert len(stored()) == left
+    assert sum(document.pinned for document in stored()) == 4
+
+
+def test_sync_does_not_take_a_lost_folder_for_an_empty_corpus(corpus: Path) -> None:
+    warm(corpus)
+    for path in corpus.iterdir():
+        path.unlink()
+    with pytest.raises(ConfigError, match="no document at all"):
+        warm(corpus, "--sync", "evict")
+    assert len(stored()) == 5
+
+
+def test_expire_evicts_what_has_had_its_time(corpus: Path) -> None:
+    warm(corpus, "--ttl", "1h")
+    assert answer("expire", "prewarm.jsonl")["num_documents"] == 0
+    warm(corpus, "--ttl", "0.001s", "--again")
+    time.sleep(0.01)
+    assert answer("expire", "prewarm.jsonl")["num_documents"] == 5
+    assert stored() == []
+
+
+def test_another_template_is_warned_of(corpus: Path) -> None:
+    assert "warning" not in invoke(corpus, "--model", "tiny").stderr
+    other = invoke(corpus, "--model", "tiny", "--template", "> {text}")
+    assert "warmed with another document template" in other.stderr
+    assert len(stored()) == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--model to run here, or --url"),
+        (["--model", "m", "--url", "u"], "--model to run here, or --url"),
+        (["--url", "u", "--budget", "1GB"], "--budget is the server's"),
+        (["--url", "u", "--vllm", "a=1"], "--vllm is the server's"),
+        (["--model", "m", "--store", ":memory:"], "name a folder"),
+        (["--model", "m", "--store", ""], "--store is empty"),
+        (["--model", "m", "--shard", "0/2"], "there is no shard"),
+        (["--model", "m", "--budget", "x"], "is no size"),
+        (["--model", "m", "--ttl", "x"], "is no time"),
+        (["--model", "m", "--template", "{x}"], "document_template"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    corpus: Path, arguments: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        invoke(corpus, *arguments)
+    assert not Path("prewarm.jsonl").exists()
+
+
+def test_options_of_vllm_are_json_or_text(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def opened(settings: Settings, store: str | None) -> DiskEngine:
+        given.append(settings.vllm_options())
+        return DiskEngine(store or settings.store_folder())
+
+    monkeypatch.setattr(prewarm_run, "open_engine", opened)
+    warm(corpus, "--vllm", "max-model-len=512", "--vllm", "dtype=float32")
+    assert given == [{"max_model_len": 512, "dtype": "float32"}]
+    with pytest.raises(ConfigError, match="max_model_len=8192"):
+        invoke(corpus, "--model", "tiny", "--vllm", "oops")
+
+
+def test_standard_input_is_read(corpus: Path) -> None:
+    lines = b'{"body": "One.", "key": "a"}\n{"body": "Two.", "key": "b"}\n'
+    result = CliRunner().invoke(
+        cli.app,
+        ["prewarm", "-", "--model=tiny", "--text-field=body", "--id-field=key"],
+        input=lines,
+    )
+    assert result.exit_code == 0, result.output
+    assert [entry.id for entry in Manifest("prewarm.jsonl").entries()] == ["a", "b"]
+
+
+# ---------------------------------------------------------------------- in a process
+
+PROGRAM = """
+import sys, time
+from daric_rag import cli, prewarm_run
+from tests.prewarm.engines import DiskEngine
+
+class Slow(DiskEngine):
+    def prewarm_each(self, documents):
+        sys.stderr.write("batch\\n")
+        time.sleep(0.3)
+        return super().prewarm_each(documents)
+
+prewarm_run.open_engine = lambda settings, store: Slow(settings.store_folder())
+cli.main()
+"""
+
+
+@pytest.fixture
+def start(corpus: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    with ExitStack() as jobs:
+
+        def started(*arguments: Any) -> subprocess.Popen[str]:
+            job = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, "prewarm", *map(str, arguments)],
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            jobs.enter_context(job)
+            jobs.callback(job.kill)
+            return job
+
+        yield started
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_batch(
+    corpus: Path, start: Any, number: signal.Signals
+) -> None:
+    job = start(corpus, "--model", "tiny", "--batch-tokens", 5)
+    assert job.stderr is not None
+    for _ in range(2):
+        assert job.stderr.readline() == "batch\n"
+    job.send_signal(number)
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == 130, err
+    assert "interrupt again" in err
+    assert "run the same command again" in out
+    done = [entry.id for entry in Manifest("prewarm.jsonl").entries()]
+    assert 2 <= len(done) == len(stored()) < 5
+    assert warm(corpus)["known"] == len(done)
+
+
+def test_a_second_signal_stops_at_once_and_the_job_goes_on(
+    corpus: Path, start: Any
+) -> None:
+    job = start(corpus, "--model", "tiny", "--batch-tokens", 5)
+    assert job.stderr is not None
+    assert job.stderr.readline() == "batch\n"
+    job.send_signal(signal.SIGINT)
+    while "interrupt again" not in job.stderr.readline():
+        pass
+    job.send_signal(signal.SIGINT)
+    job.communicate(timeout=60)
+    assert job.returncode == 130
+    assert warm(corpus)["failed"] == 0
+    assert len(stored()) == 5
+
+
+def test_a_watched_folder_is_kept_up_with(corpus: Path, start: Any) -> None:
+    manifest = Manifest(corpus / "m.jsonl")
+    options = ("--watch", "--sync", "evict", "--manifest", manifest.path)
+    job = start(corpus, "--model", "tiny", *options)
+    wait_until(lambda: len(list(manifest.entries())) == 5)
+    (corpus / "new.txt").write_text("quite new words")
+    (corpus / "0.txt").unlink()
+
+    def is_up_to_date() -> bool:
+        entries = list(manifest.entries())
+        names = {Path(entry.id).name for entry in entries if entry.is_stored}
+        return "new.txt" in names and any(e.status == "removed" for e in entries)
+
+    # A file may be seen before anything is in it, and then once more.
+    wait_until(is_up_to_date)
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode in (0, 130), err
+    assert len(stored()) == 5
+    # Its own manifest is neither a document nor a change.
+    assert err.count("documents computed") <= 5

@@ -1,0 +1,148 @@
+"""On a real store: audits, vanished documents, pins, lifetimes, templates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daric_rag.prewarm import JobOptions, Manifest, PrewarmJob
+from daric_rag.prewarm.audit import audit
+from daric_rag.prewarm.refresh import expire, give_up, pin_all
+from daric_rag.prewarm.templates import FILE_NAME, note_template, other_templates
+from daric_rag.storage.documents import DocumentTree
+from tests.prewarm.engines import DiskEngine
+from tests.storage.records import record_files
+
+TEXTS = [f"document {number} of some words" for number in range(6)]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[DiskEngine]:
+    with closing(DiskEngine(tmp_path / "store")) as engine:
+        yield engine
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    return Manifest(tmp_path / "m.jsonl")
+
+
+def run(engine: DiskEngine, manifest: Manifest, texts: Any, **options: Any) -> Any:
+    job = PrewarmJob(
+        engine,
+        texts,
+        manifest=manifest.path,
+        options=JobOptions(commit_interval_s=0, **options),
+    )
+    return job, job.run()
+
+
+def num_documents(engine: DiskEngine) -> int:
+    return len(DocumentTree(engine.disk.segments()).documents)
+
+
+def test_what_a_job_did_passes_its_audit(
+    engine: DiskEngine, manifest: Manifest
+) -> None:
+    run(engine, manifest, TEXTS)
+    found = audit(manifest, engine.disk)
+    assert found.is_good
+    assert (found.num_documents, found.records.num_records) == (6, 12)
+
+
+@pytest.mark.parametrize("loss", ["damaged", "cut", "deleted", "evicted"])
+def test_an_audit_finds_what_is_not_whole(
+    engine: DiskEngine, manifest: Manifest, loss: str
+) -> None:
+    run(engine, manifest, TEXTS)
+    file = record_files(engine.disk.directory)[0]
+    if loss == "evicted":
+        row = engine.disk.segments()[0]
+        engine.disk.evict([row.key])
+    elif loss == "deleted":
+        file.unlink()
+    else:
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + (b"" if loss == "cut" else b"\x01"))
+    found = audit(manifest, engine.disk)
+    assert not found.is_good
+    bad = found.missing if loss == "evicted" else found.damaged
+    assert [entry.id for entry in bad] == [entry.id for entry in bad[:1]]
+    other = found.damaged if loss == "evicted" else found.missing
+    assert other == []
+
+
+def test_an_audit_is_of_one_tenant_and_one_model(
+    engine: DiskEngine, manifest: Manifest
+) -> None:
+    run(engine, manifest, TEXTS[:1], identity={"namespace": "other"})
+    assert len(audit(manifest, engine.disk).missing) == 1
+    run(engine, manifest, TEXTS[:2], identity={"fingerprints": ["00" * 32]})
+    assert len(audit(manifest, engine.disk).missing) == 2
+    run(engine, manifest, TEXTS[:3])
+    assert audit(manifest, engine.disk).num_documents == 3
+    assert audit(manifest, engine.disk).is_good
+
+
+@pytest.mark.parametrize(("how", "left"), [("evict", 4), ("unpin", 6)])
+def test_vanished_documents_are_evicted_or_unpinned(
+    engine: DiskEngine, manifest: Manifest, how: Any, left: int
+) -> None:
+    job, _ = run(engine, manifest, TEXTS)
+    assert pin_all(engine.disk, manifest, job.header) == 6
+    assert pin_all(engine.disk, manifest, job.header) == 0
+    job = PrewarmJob(engine, TEXTS[:4], manifest=manifest.path)
+    job.on_vanished = lambda entries: give_up(engine.disk, job.header, entries, how)
+    assert job.run().totals.removed == 2
+    documents = DocumentTree(engine.disk.segments()).documents
+    assert (len(documents), sum(d.pinned for d in documents)) == (left, 4)
+    assert audit(manifest, engine.disk).num_documents == 4
+
+
+def test_documents_go_when_their_time_is_over(
+    engine: DiskEngine, manifest: Manifest
+) -> None:
+    run(engine, manifest, TEXTS[:2], lifetime_s=100)
+    run(engine, manifest, TEXTS[2:])
+    (end,) = {
+        round(entry.expires - entry.time)
+        for entry in manifest.entries()
+        if entry.expires is not None
+    }
+    assert end == 100
+    now = min(entry.time for entry in manifest.entries())
+    assert expire(engine.disk, manifest, now=now + 50) == (0, 0)
+    num, freed = expire(engine.disk, manifest, now=now + 1000)
+    assert (num, num_documents(engine)) == (2, 4)
+    assert freed > 0
+    assert expire(engine.disk, manifest, now=now + 1000) == (0, 0)
+    assert run(engine, manifest, TEXTS)[1].totals.computed == 2
+
+
+def test_a_store_that_was_emptied_is_found_out(
+    engine: DiskEngine, manifest: Manifest
+) -> None:
+    run(engine, manifest, TEXTS)
+    engine.disk.evict([row.key for row in engine.disk.segments()])
+    assert run(engine, manifest, TEXTS)[1].totals.known == 6
+    assert len(audit(manifest, engine.disk).missing) == 6
+    assert run(engine, manifest, TEXTS, again=True)[1].totals.computed == 6
+    assert audit(manifest, engine.disk).is_good
+
+
+def test_a_store_knows_its_templates(engine: DiskEngine) -> None:
+    folder = engine.disk.directory
+    assert other_templates(folder, "aa") == []
+    note_template(folder, "aa", "{text}")
+    note_template(folder, "bb", "{title}")
+    assert other_templates(folder, "aa") == ["bb"]
+    assert other_templates(folder, "cc") == ["aa", "bb"]
+    (folder / FILE_NAME).write_text("{broken")
+    assert other_templates(folder, "cc") == []
+    with closing(DiskEngine(folder)) as again:
+        assert again.disk.reclaim().nbytes == 0
+    assert (folder / FILE_NAME).exists()
