@@ -25,10 +25,10 @@ from daric_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from daric_rag.engine import Reuse
-    from daric_rag.evaluation.load_bench import ServingEngine
     from daric_rag.evaluation.terminal import Bar
     from daric_rag.evaluation.ttft_bench import BenchEngine
     from daric_rag.evaluation.workloads import TtftShape
+    from daric_rag.runtime.embedded import EmbeddedEngine
 
 __all__ = ["bench_app"]
 
@@ -252,10 +252,45 @@ def cold(
     _print_json({**report, "repeats": repeats, **_facts(model)})
 
 
+@bench_app.command("prewarm")
+def prewarm_bench(
+    model: Model = "smollm2-135m",
+    passages: Annotated[
+        int, typer.Option(min=4, help="How many passages, each once.")
+    ] = 40,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="JSONL file of questions (see daric_rag/data); may be repeated.",
+            show_default="the three shipped sets",
+        ),
+    ] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Tokens per second of pre-warming against the engine's own prefill."""
+    from daric_rag.evaluation.prewarm_bench import (
+        NUM_RUNS,
+        passages_of,
+        run_prewarm_bench,
+    )
+    from daric_rag.evaluation.workloads import load_questions
+
+    texts = passages_of(load_questions(data or []), passages)
+    with _serving(model, verbose) as (engine, bar), store_folder(None) as (folder, _):
+        bar.expect(NUM_RUNS)
+        row = run_prewarm_bench(engine, texts, Path(folder), on_run=bar.step)
+    make_console(stderr=as_json).print(
+        f"prefill {row['prefill_tokens_per_s']:,.0f} tokens/s, pre-warming "
+        f"{row['prewarm_tokens_per_s']:,.0f}: {row['ratio']:.3f} of it"
+    )
+    _print_json({"rows": [row], **_facts(model)})
+
+
 @contextmanager
 def _serving(
     model: str, verbose: bool, **vllm_options: Any
-) -> Iterator[tuple[ServingEngine, Bar]]:
+) -> Iterator[tuple[EmbeddedEngine, Bar]]:
     """Yield an engine and a bar; standard output is kept for JSON meanwhile."""
     from daric_rag.evaluation.terminal import json_has_stdout
 
