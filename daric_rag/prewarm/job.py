@@ -126,6 +126,8 @@ class PrewarmJob:
             document = self._examine(item, run, seen)
             if document is not None and not run.take(document):
                 return "budget"
+        if self._stopping.is_set() and run.has_rest:
+            return "stopped"
         return "" if run.take_rest() else "budget"
 
     def _examine(

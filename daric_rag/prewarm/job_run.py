@@ -98,6 +98,11 @@ class JobRun:
         batches = self._packer.add(document, len(document.part.text))
         return all(self._submit(batch) for batch in batches)
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether documents were taken in that the engine has not got yet."""
+        return not self._packer.is_empty
+
     def take_rest(self) -> bool:
         """Hand over what is packed; returns whether the store has room for it."""
         batch = self._packer.take()
