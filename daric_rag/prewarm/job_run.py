@@ -55,6 +55,7 @@ class _Batch:
     num_tokens: int
     outcomes: Future[list[DocumentOutcome]]
     started: float
+    is_suspect: bool = False
 
 
 class JobRun:
@@ -143,15 +144,21 @@ class JobRun:
         if self._guard.is_measuring:
             # The first document says what a token takes up.
             self.finish()
+        else:
+            # Flushing waits for the engine: after it has got its next batch.
+            self._commit_if_due()
         return True
 
+    @property
+    def _waiting_tokens(self) -> int:
+        return sum(batch.num_tokens for batch in self._in_flight)
+
     def _has_room(self, num_tokens: int) -> bool:
-        waiting = sum(batch.num_tokens for batch in self._in_flight)
-        if self._guard.has_room(num_tokens + waiting):
+        if self._guard.has_room(num_tokens, self._waiting_tokens):
             return True
         # Some of what is under way was counted twice.
         self.finish()
-        return self._guard.has_room(num_tokens)
+        return self._guard.has_room(num_tokens, 0)
 
     def _settle(self) -> None:
         """Wait for the oldest batch and turn its outcomes into entries."""
@@ -163,12 +170,12 @@ class JobRun:
         num_tokens = sum(outcome.num_tokens for outcome in outcomes)
         for document, outcome in zip(batch.documents, outcomes, strict=True):
             share = outcome.num_tokens / num_tokens if num_tokens else 0.0
-            self._unwritten.append(_entry(document, outcome, seconds * share))
+            entry = _entry(document, outcome, seconds * share)
+            self._unwritten.append(_doubted(entry) if batch.is_suspect else entry)
             if outcome.num_tokens:
                 self._num_chars += len(document.part.text)
                 self._num_tokens += outcome.num_tokens
         self._packer.learn(self._num_chars, self._num_tokens)
-        self._commit_if_due()
 
     def _commit_if_due(self) -> None:
         waited_s = time.monotonic() - self._committed_s
@@ -197,14 +204,17 @@ class JobRun:
         flush = getattr(self._engine, "flush", None)
         if flush is not None:
             flush()
+        self._guard.look(self._waiting_tokens)
         took_all = self._guard.took_all()
+        if not took_all:
+            entries = [_doubted(entry) for entry in entries]
+            # What was lost may be of a batch that is not settled yet.
+            for batch in self._in_flight:
+                batch.is_suspect = True
         computed = (e.num_tokens for e in entries if e.status == "computed")
         self._guard.learn(sum(computed), all_told=not self._in_flight)
         now, lifetime = time.time(), self._options.lifetime_s
         for entry in entries:
-            if entry.status == "computed" and not took_all:
-                yield replace(entry, status="failed", error=_NOT_KEPT, time=now)
-                continue
             nbytes = round(entry.num_tokens * self._guard.bytes_per_token)
             expires = now + lifetime if lifetime and entry.is_stored else None
             yield replace(entry, nbytes=nbytes, time=now, expires=expires)
@@ -223,6 +233,13 @@ _NOT_KEPT = (
     "the store lost some of what it was given about now (disk full, too slow, or over "
     "its budget): see `daric store stats`, and run the job again"
 )
+
+
+def _doubted(entry: Entry) -> Entry:
+    """Return an entry as it is to be told where the store has lost something."""
+    if entry.status != "computed":
+        return entry
+    return replace(entry, status="failed", error=_NOT_KEPT)
 
 
 def _entry(document: NewDocument, outcome: DocumentOutcome, seconds: float) -> Entry:

@@ -34,18 +34,12 @@ class StoreGuard:
                 "server: leave the budget out, or give the server --disk-bytes"
             )
         self._stats, self._budget = stats, budget_bytes
-        self._start = self._held()
-        self._lost = self._losses()
+        self._held_bytes = self._limit_bytes = self._num_lost = 0
+        self._promised_tokens = 0
+        self.look(0)
+        self._start_bytes, self._known_lost = self._held_bytes, self._num_lost
         self._num_tokens = 0
         self._bytes_per_token = 0.0
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """What the store may hold; None where it cannot be seen."""
-        if self._stats is None:
-            return None
-        tier = _tier(self._stats())
-        return min(self._budget or tier.capacity_bytes, tier.capacity_bytes)
 
     @property
     def is_measuring(self) -> bool:
@@ -57,15 +51,41 @@ class StoreGuard:
         """Of records on disk, as measured; 0 while unknown."""
         return self._bytes_per_token
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether so many more tokens fit beside what is there."""
+    def look(self, waiting_tokens: int) -> None:
+        """Look at the store, which may have to wait for the engine's step.
+
+        Args:
+            waiting_tokens: Of what is under way, and may or may not be there yet.
+        """
+        self._promised_tokens = waiting_tokens
+        if self._stats is None:
+            return
+        stats = self._stats()
+        tier = _tier(stats)
+        dropped = stats.dropped_writes if stats.disk is not None else 0
+        self._num_lost = tier.failed_writes + tier.evicted + dropped
+        self._held_bytes = tier.nbytes
+        self._limit_bytes = min(
+            self._budget or tier.capacity_bytes, tier.capacity_bytes
+        )
+
+    def has_room(self, num_tokens: int, waiting_tokens: int) -> bool:
+        """Whether so many more tokens fit beside what is there and under way.
+
+        They count as under way then. The store is looked at only if what it held when
+        last seen leaves a doubt.
+        """
         if self._stats is None:
             return True
-        needed = self._bytes_per_token * num_tokens
-        return self._held() + max(needed, 1.0) <= (self.budget_bytes or 0)
+        if not self._fits(self._promised_tokens + num_tokens):
+            self.look(waiting_tokens)
+            if not self._fits(waiting_tokens + num_tokens):
+                return False
+        self._promised_tokens += num_tokens
+        return True
 
     def learn(self, num_tokens: int, *, all_told: bool) -> None:
-        """Take notice of tokens that were saved and are on disk.
+        """Take notice of tokens that the store had on disk when it was last seen.
 
         Args:
             num_tokens: Of documents that were computed.
@@ -74,24 +94,17 @@ class StoreGuard:
         """
         self._num_tokens += num_tokens
         if self._num_tokens and all_told:
-            grown = self._held() - self._start
+            grown = self._held_bytes - self._start_bytes
             self._bytes_per_token = max(grown, 0) / self._num_tokens
 
     def took_all(self) -> bool:
         """Whether, since this was last asked, the store kept all it was given."""
-        before, self._lost = self._lost, self._losses()
-        return self._lost == before
+        before, self._known_lost = self._known_lost, self._num_lost
+        return self._num_lost == before
 
-    def _held(self) -> int:
-        return 0 if self._stats is None else _tier(self._stats()).nbytes
-
-    def _losses(self) -> int:
-        if self._stats is None:
-            return 0
-        stats = self._stats()
-        tier = _tier(stats)
-        dropped = stats.dropped_writes if stats.disk is not None else 0
-        return tier.failed_writes + tier.evicted + dropped
+    def _fits(self, num_tokens: int) -> bool:
+        needed = max(self._bytes_per_token * num_tokens, 1.0)
+        return self._held_bytes + needed <= self._limit_bytes
 
 
 def _tier(stats: StoreStats) -> TierStats:

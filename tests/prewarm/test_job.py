@@ -314,6 +314,39 @@ def test_what_the_store_lost_is_not_called_done(
     assert run(engine, TEXTS[:1], manifest).totals.hit == 1
 
 
+def test_a_loss_may_be_of_what_is_under_way(
+    engine: FolderEngine, manifest: Path
+) -> None:
+    """While the second document is written down, two more are being stored."""
+    disk = with_disk(engine, 10_000)
+    num_flushes = 0
+
+    def flush() -> None:
+        nonlocal num_flushes
+        num_flushes += 1
+        disk.lost = int(num_flushes >= 2)
+
+    engine.flush = flush  # type: ignore[method-assign]
+    run(engine, TEXTS[:6], manifest, batch_documents=1)
+    statuses = [entry.status for entry in entries(manifest)]
+    assert statuses == ["computed", *["failed"] * 3, "computed", "computed"]
+
+
+def test_the_store_is_not_asked_before_every_batch(engine: FolderEngine) -> None:
+    """It answers between two steps only."""
+    disk, num_looks = with_disk(engine, 10_000), 0
+
+    def stats() -> StoreStats:
+        nonlocal num_looks
+        num_looks += 1
+        return disk.stats()
+
+    engine.store_stats = stats  # type: ignore[attr-defined]
+    run(engine, TEXTS, batch_documents=1, commit_interval_s=1000)
+    # At first, after the first document, and at the end.
+    assert num_looks == 3
+
+
 def test_a_budget_needs_a_store_that_can_be_seen(engine: FolderEngine) -> None:
     with pytest.raises(ConfigError, match="--disk-bytes"):
         run(engine, TEXTS, budget_bytes=1)
