@@ -59,8 +59,9 @@ types: install
 contracts: install
 	@$(BIN)/lint-imports
 
+# Two processes, each on a core of its own; what shares an engine stays together.
 tests: model
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest -n 2 --dist loadfile --benchmark-disable $(ARGS)
 
 # One after the other even under `make -j`: two cores are soon full.
 test: install

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,30 @@ from hypothesis import settings
 # No database: a run depends on the code alone.
 settings.register_profile("daric", deadline=None, database=None, derandomize=True)
 settings.load_profile("daric")
+
+
+ALL_CPUS = os.sched_getaffinity(0)
+
+
+def pytest_configure() -> None:
+    """Gives each of several test processes (``-n 2``) a core of its own.
+
+    Engines that compute on the same cores wait for each other's threads, and take many
+    times as long.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker:
+        cpus = sorted(ALL_CPUS)
+        os.sched_setaffinity(0, {cpus[int(worker.removeprefix("gw")) % len(cpus)]})
+
+
+@pytest.fixture(scope="module")
+def all_cpus() -> Iterator[None]:
+    """For tests whose engine is several processes."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, ALL_CPUS)
+    yield
+    os.sched_setaffinity(0, own)
 
 
 @functools.cache

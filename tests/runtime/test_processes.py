@@ -16,7 +16,7 @@ from tests.reference.dense import DenseReference
 from tests.reference.prompts import TokenIds
 from tests.runtime.harness import NUM_LOGPROBS, QUESTION, check_continuation
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("all_cpus")]
 
 KIND = "llama-mha"
 NUM_TOKENS = 8

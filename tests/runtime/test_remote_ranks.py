@@ -11,7 +11,11 @@ from daric_rag import RemoteEngine, TokenPrompt
 from tests.runtime.harness import QUESTION
 from tests.runtime.served import KEY, serving
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("all_cpus"),
+]
 
 A, B = (list(range(first, first + 96)) for first in (20, 140))
 PROMPT = TokenPrompt([A, B, list(QUESTION)])

@@ -1,8 +1,8 @@
-"""Two thousand requests at once and in turn, over a store that fails: no wrong token.
+"""Many requests at once and in turn, over a store that fails: no wrong token.
 
 Everything is drawn from a seed, but for the moments at which things happen::
 
-    DARIC_SOAK_SEED=7,8 DARIC_SOAK_REQUESTS=5000 pytest tests/runtime/test_soak.py
+    DARIC_SOAK_SEED=7,8 DARIC_SOAK_REQUESTS=2000 pytest tests/runtime/test_soak.py
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.engine
 
 KIND = "llama-gqa-tied"
 SEEDS = [int(seed) for seed in os.environ.get("DARIC_SOAK_SEED", "1").split(",")]
-NUM_REQUESTS = int(os.environ.get("DARIC_SOAK_REQUESTS", "2000"))
+NUM_REQUESTS = int(os.environ.get("DARIC_SOAK_REQUESTS", "800"))
 TOKEN_BYTES = 2048
 BLOCK_BYTES = 32 * TOKEN_BYTES
 # 24 blocks beside the null block: eight prompts of average length, or the longest
@@ -201,5 +201,4 @@ def check_it_was_a_storm(
         "damaged records": stats.disk.corrupt,
         "failed calls": flaky.num_failures,
     }
-    print(happened, "near ties:", oracle.num_ties)
     assert all(happened.values()), happened
