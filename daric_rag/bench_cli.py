@@ -256,8 +256,9 @@ def cold(
 def prewarm_bench(
     model: Model = "smollm2-135m",
     passages: Annotated[
-        int, typer.Option(min=4, help="How many passages, each once.")
+        int, typer.Option(min=1, help="How many passages, each in one round.")
     ] = 40,
+    repeats: Repeats = 4,
     data: Annotated[
         list[Path] | None,
         typer.Option(
@@ -270,7 +271,7 @@ def prewarm_bench(
 ) -> None:
     """Tokens per second of pre-warming against the engine's own prefill."""
     from daric_rag.evaluation.prewarm_bench import (
-        NUM_RUNS,
+        RUNS_PER_PART,
         passages_of,
         run_prewarm_bench,
     )
@@ -278,8 +279,10 @@ def prewarm_bench(
 
     texts = passages_of(load_questions(data or []), passages)
     with _serving(model, verbose) as (engine, bar), store_folder(None) as (folder, _):
-        bar.expect(NUM_RUNS)
-        row = run_prewarm_bench(engine, texts, Path(folder), on_run=bar.step)
+        bar.expect(1 + repeats * RUNS_PER_PART)
+        row = run_prewarm_bench(
+            engine, texts, Path(folder), parts=repeats, on_run=bar.step
+        )
     make_console(stderr=as_json).print(
         f"prefill {row['prefill_tokens_per_s']:,.0f} tokens/s, pre-warming "
         f"{row['prewarm_tokens_per_s']:,.0f}: {row['ratio']:.3f} of it"

@@ -1,19 +1,22 @@
 """Does pre-warming keep up with the engine's own prefill?
 
-Passages are halved. Each half is prefilled by ordinary requests for one token, all
-handed over at once, and pre-warmed by a job with a manifest into an empty store, in
-the order prefill 1, job 1, job 2, prefill 2, so that a machine that grows slower or
-faster favours neither. The prefix cache is emptied before every run.
+Passages are cut into equal parts. Each part is prefilled by ordinary requests for one
+token, all handed over at once, and pre-warmed by a job of its own with a manifest, in
+turns (the first part is prefilled first, the second one pre-warmed first), so that a
+machine that others slow down for a while favours neither. The prefix cache is emptied
+before every run, and a job's time ends when everything is flushed and written down:
+a long job flushes beside its next batch, these short ones wait for it at their end.
 
 | Figure                  | How it is taken                                            |
 |-------------------------|------------------------------------------------------------|
-| `prefill_tokens_per_s`  | passages' tokens over seconds, both halves                 |
-| `prewarm_tokens_per_s`  | the same; until everything is flushed and written down     |
+| `prefill_tokens_per_s`  | a part's tokens over its seconds; median over the parts    |
+| `prewarm_tokens_per_s`  | the same                                                   |
 | `ratio`                 | of the second to the first                                 |
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -24,10 +27,10 @@ from daric_rag.errors import ConfigError
 from daric_rag.layout import PromptLayout
 from daric_rag.prewarm import PrewarmJob
 
-__all__ = ["NUM_RUNS", "PrewarmBenchEngine", "passages_of", "run_prewarm_bench"]
+__all__ = ["RUNS_PER_PART", "PrewarmBenchEngine", "passages_of", "run_prewarm_bench"]
 
-NUM_RUNS = 5
-"""Steps of one measurement, warming up included."""
+RUNS_PER_PART = 2
+"""Beside one step of warming up."""
 
 
 class PrewarmBenchEngine(Protocol):
@@ -74,43 +77,50 @@ def run_prewarm_bench(
     texts: Sequence[str],
     folder: Path,
     *,
+    parts: int = 4,
     on_run: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Any]:
     """Measure, see above.
 
     Args:
         engine: With a store that has none of the passages.
-        texts: Passages, four at least.
+        texts: Passages; those that no equal part has are left out.
         folder: For the manifests.
+        parts: How many times to measure.
         on_run: Called before every step with its name.
 
     Raises:
-        ConfigError: The store had some of them already.
+        ConfigError: The store had some of them already, or there are too few.
     """
+    size = len(texts) // parts
+    if not size:
+        raise ConfigError(f"{len(texts)} passages make no {parts} parts: give more")
     on_run("warming up")
     engine.generate_batch([_prompt(engine, texts[0])], max_tokens=1, reuse="off")
     engine.prewarm_each(["What is done once is done before the clock runs."])
-    half = len(texts) // 2
-    halves = texts[:half], texts[half:]
-    seconds = {"prefill": 0.0, "prewarm": 0.0}
-    for name, index in (("prefill", 0), ("prewarm", 0), ("prewarm", 1), ("prefill", 1)):
-        on_run(f"{name} {index + 1}")
-        engine.clear_prefix_cache()
-        prompts = [_prompt(engine, text) for text in halves[index]]
-        start = time.perf_counter()
-        if name == "prefill":
-            engine.generate_batch(prompts, max_tokens=1, reuse="off")
-        else:
-            _prewarm(engine, halves[index], folder / f"{index}.jsonl")
-        seconds[name] += time.perf_counter() - start
-    num_tokens = sum(engine.document_layout(text).prompt_len for text in texts)
-    rates = {name: num_tokens / spent for name, spent in seconds.items()}
+    rates: dict[str, list[float]] = {"prefill": [], "prewarm": []}
+    num_tokens = 0
+    for index in range(parts):
+        part = texts[index * size : (index + 1) * size]
+        prompts = [_prompt(engine, text) for text in part]
+        part_tokens = sum(len(prompt.chunks[0]) for prompt in prompts)
+        num_tokens += part_tokens
+        for name in ("prewarm", "prefill") if index % 2 else ("prefill", "prewarm"):
+            on_run(f"{name} {index + 1}")
+            engine.clear_prefix_cache()
+            start = time.perf_counter()
+            if name == "prefill":
+                engine.generate_batch(prompts, max_tokens=1, reuse="off")
+            else:
+                _prewarm(engine, part, folder / f"{index}.jsonl")
+            rates[name].append(part_tokens / (time.perf_counter() - start))
+    medians = {name: statistics.median(values) for name, values in rates.items()}
     return {
-        "num_passages": len(texts),
+        "num_passages": size * parts,
         "num_tokens": num_tokens,
-        "prefill_tokens_per_s": round(rates["prefill"], 1),
-        "prewarm_tokens_per_s": round(rates["prewarm"], 1),
-        "ratio": round(rates["prewarm"] / rates["prefill"], 3),
+        "parts": parts,
+        **{f"{name}_tokens_per_s": round(rate, 1) for name, rate in medians.items()},
+        "ratio": round(medians["prewarm"] / medians["prefill"], 3),
     }
 
 

@@ -69,9 +69,7 @@ class PrewarmJob:
         self._options = options or JobOptions()
         self._manifest = manifest
         self._on_entry = on_entry or (lambda entry, totals: None)
-        self._guard = StoreGuard(
-            getattr(engine, "store_stats", None), self._options.budget_bytes
-        )
+        self._make_guard()
         self._stopping = Event()
         self.on_vanished: Callable[[Sequence[Entry]], None] | None = None
         self.header = self._make_header()
@@ -107,10 +105,15 @@ class PrewarmJob:
                 writer = stack.enter_context(
                     ManifestWriter(self._manifest, self.header)
                 )
-                if not self._options.again:
-                    seen.load(Manifest(self._manifest).entries(self.header))
+                seen.load(Manifest(self._manifest).entries(self.header))
             run = stack.enter_context(
-                JobRun(self._engine, self._options, self._guard, writer, self._on_entry)
+                JobRun(
+                    self._engine,
+                    self._options,
+                    self._make_guard(),
+                    writer,
+                    self._on_entry,
+                )
             )
             stopped = self._feed(run, seen)
             run.finish()
@@ -153,11 +156,17 @@ class PrewarmJob:
             run.totals.others += 1
             return None
         known = seen.visit(name, item.id)
+        if known is Known.DONE and self._options.again:
+            known = Known.NEW
         run.totals.known += known is Known.DONE
         run.totals.repeated += known is Known.REPEATED
         if known is not Known.NEW:
             return None
         return NewDocument(item.id, name, parts[0], item.source_bytes)
+
+    def _make_guard(self) -> StoreGuard:
+        stats = getattr(self._engine, "store_stats", None)
+        return StoreGuard(stats, self._options.budget_bytes)
 
     def _make_header(self) -> dict[str, Any]:
         from daric_rag import __version__

@@ -343,8 +343,8 @@ def test_the_store_is_not_asked_before_every_batch(engine: FolderEngine) -> None
 
     engine.store_stats = stats  # type: ignore[attr-defined]
     run(engine, TEXTS, batch_documents=1, commit_interval_s=1000)
-    # At first, after the first document, and at the end.
-    assert num_looks == 3
+    # At first, when it starts, after the first document, and at the end.
+    assert num_looks == 4
 
 
 def test_a_budget_needs_a_store_that_can_be_seen(engine: FolderEngine) -> None:
@@ -381,6 +381,26 @@ def test_a_changed_document_takes_the_place_of_the_old_one(
     report, gone = synced(engine, [{"id": "a", "text": "new"}, old[1]], manifest)
     assert gone == ["a"]
     assert (report.totals.computed, report.totals.known) == (1, 1)
+
+
+def test_what_vanished_is_given_up_where_the_store_is_asked_again(
+    engine: FolderEngine, manifest: Path
+) -> None:
+    run(engine, TEXTS, manifest)
+    gone: list[str] = []
+    job = PrewarmJob(
+        engine, TEXTS[:18], manifest=manifest, options=JobOptions(again=True)
+    )
+    job.on_vanished = lambda entries: gone.extend(entry.id for entry in entries)
+    assert job.run().totals.hit == 18
+    assert gone == ["item 18", "item 19"]
+
+
+def test_a_job_can_run_twice(engine: FolderEngine, manifest: Path) -> None:
+    with_disk(engine, 10_000)
+    job = PrewarmJob(engine, TEXTS, manifest=manifest)
+    assert job.run().totals.computed == 20
+    assert job.run().totals.known == 20
 
 
 def test_what_cannot_be_read_now_has_not_vanished(

@@ -51,16 +51,25 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TimedEng
 
 def test_rates_are_tokens_over_seconds(engine: TimedEngine, tmp_path: Path) -> None:
     steps: list[str] = []
-    row = run_prewarm_bench(engine, TEXTS, tmp_path, on_run=steps.append)
+    row = run_prewarm_bench(engine, TEXTS, tmp_path, parts=3, on_run=steps.append)
     assert row == {
-        "num_passages": 10,
-        "num_tokens": 50,
+        "num_passages": 9,
+        "num_tokens": 45,
+        "parts": 3,
         "prefill_tokens_per_s": 1000.0,
         "prewarm_tokens_per_s": 500.0,
         "ratio": 0.5,
     }
-    assert len(steps) == prewarm_bench.NUM_RUNS
+    assert steps == [
+        "warming up",
+        *("prefill 1", "prewarm 1", "prewarm 2", "prefill 2", "prefill 3", "prewarm 3"),
+    ]
     assert engine.is_clear
+
+
+def test_too_few_passages_are_refused(engine: TimedEngine, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give more"):
+        run_prewarm_bench(engine, TEXTS[:3], tmp_path)
 
 
 def test_a_store_that_has_them_is_refused(engine: TimedEngine, tmp_path: Path) -> None:
