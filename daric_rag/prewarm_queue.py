@@ -62,8 +62,8 @@ class BackgroundPrewarm:
     """Client process. A bounded queue of documents and the thread that caches them.
 
     Errors are logged and counted, never raised into the code that submits: without its
-    pre-warming a document is computed by the first prompt that holds it. One that is
-    dropped is closed, at the latest at exit.
+    pre-warming a document is computed by the first prompt that holds it. The thread of
+    one that is dropped ends behind its batch.
 
     Args:
         engine_source: Returns the engine to use; called in the thread, for every batch,
@@ -91,8 +91,9 @@ class BackgroundPrewarm:
             )
         self._builder = builder or PromptBuilder()
         self._queue = _Queue(engine_source, namespace, max_pending)
-        # Its thread refers to the queue alone, so that this object can be dropped.
-        self._finalizer = weakref.finalize(self, self._queue.close)
+        # Its thread refers to the queue alone, so that this object can be dropped. A
+        # garbage collection waits for nothing: it may run in the engine's own thread.
+        self._finalizer = weakref.finalize(self, self._queue.stop)
 
     def submit(self, documents: Sequence[Any]) -> int:
         """Queue documents, without waiting for anything.
@@ -127,6 +128,7 @@ class BackgroundPrewarm:
         The engine stays open.
         """
         self._finalizer()
+        self._queue.join()
 
     @property
     def stats(self) -> PrewarmStats:
@@ -202,15 +204,19 @@ class _Queue:
                 self._changed.wait(left)
             return True
 
-    def close(self) -> None:
-        """End the thread behind its batch."""
+    def stop(self) -> None:
+        """Have the thread end behind its batch."""
         with self._changed:
             self._closed = True
             self._count(num_dropped=len(self._pending))
             self._pending.clear()
             self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait for the thread's end."""
+        with self._changed:
             thread = self._thread
-        # A garbage collection in the thread itself may end up here.
+        # The engine that it asks for may close the queue.
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 

@@ -2,12 +2,14 @@
 
 vLLM allows one embedded engine per process, and applications make several objects of
 the same model. So those of equal settings share one engine; it opens when the first of
-them asks, and closes when the last that asked is closed or dropped.
+them asks, and closes when the last of them is closed or dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import queue
 import threading
 import weakref
 from collections.abc import Mapping
@@ -19,6 +21,8 @@ from daric_rag.engine import Engine
 from daric_rag.errors import ConfigError, EngineClosedError
 
 __all__ = ["EngineSettings", "EngineSource"]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +95,34 @@ class EngineSettings:
 
 @dataclass(slots=True, eq=False)
 class _Shared:
-    """An engine and how many sources have it."""
+    """An engine, opened or not yet, and how many sources it is for."""
 
     settings: EngineSettings
-    engine: Engine
+    engine: Engine | None = None
     num_sources: int = 0
 
+    def opened(self) -> Engine:
+        """Return the engine; opens one unless there is one that works."""
+        if self.engine is not None and not getattr(self.engine, "is_open", True):
+            # One that failed may hold what the next one needs.
+            self.engine.close()
+            self.engine = None
+        if self.engine is None:
+            self.engine = self.settings.open()
+        return self.engine
 
-_lock = threading.RLock()
-_open: list[_Shared] = []
+
+# Of the list and its counts; never held for long, as objects are made in event loops.
+_lock = threading.Lock()
+_all: list[_Shared] = []
+
+# Held while an engine opens or closes: the next one must find the last one gone.
+_engine_lock = threading.Lock()
+
+# What dropped sources had. A garbage collection may come in any thread, one that an
+# engine must end with among them, so that it may neither wait nor close anything.
+_dropped: queue.SimpleQueue[_Shared] = queue.SimpleQueue()
+_janitor: threading.Thread | None = None
 
 
 class EngineSource:
@@ -111,13 +134,18 @@ class EngineSource:
     """
 
     def __init__(self, origin: EngineSettings | Engine) -> None:
-        """Open nothing yet."""
+        """Open nothing yet, but count: others' engine stays open for this object."""
         self._origin = origin
         self._engine: Engine | None = None
+        self._shared: _Shared | None = None
         self._closed = False
-        self._finalizer: Any = None
         if not isinstance(origin, EngineSettings):
             self._engine = origin
+            return
+        self._shared = _joined(origin)
+        self._finalizer = weakref.finalize(self, _dropped.put, self._shared)
+        # At exit there is nobody to take it; engines close themselves then.
+        self._finalizer.atexit = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EngineSource:
         """Return another source of the same engine."""
@@ -141,19 +169,17 @@ class EngineSource:
             EngineClosedError: The source was closed.
             DaricError: The engine cannot be opened; the next call tries again.
         """
-        if self._engine is not None and not self._closed:
-            return self._engine
-        with _lock:
-            if self._closed:
+        # Read once: another thread may close this meanwhile.
+        engine = self._engine
+        if engine is not None:
+            return engine
+        with _engine_lock:
+            if self._closed or self._shared is None:
                 raise EngineClosedError(
                     "this object was closed; make a new one with the same settings"
                 )
             if self._engine is None:
-                assert isinstance(self._origin, EngineSettings)
-                shared = _shared(self._origin)
-                shared.num_sources += 1
-                self._engine = shared.engine
-                self._finalizer = weakref.finalize(self, _give_back, shared)
+                self._engine = self._shared.opened()
             return self._engine
 
     async def aget(self) -> Engine:
@@ -167,31 +193,53 @@ class EngineSource:
 
         An engine that was passed in stays open.
         """
-        with _lock:
+        with _engine_lock:
             self._closed = True
             self._engine = None
-        if self._finalizer is not None:
-            self._finalizer()
+            if self._shared is not None and self._finalizer.detach() is not None:
+                _give_back(self._shared)
 
     async def aclose(self) -> None:
         """Close, without keeping the event loop waiting."""
         await asyncio.to_thread(self.close)
 
 
-def _shared(settings: EngineSettings) -> _Shared:
-    for shared in _open:
-        if shared.settings == settings:
-            return shared
-    shared = _Shared(settings, settings.open())
-    _open.append(shared)
-    return shared
+def _joined(settings: EngineSettings) -> _Shared:
+    """Return what the sources of these settings share, one more of them counted."""
+    global _janitor
+    with _lock:
+        if _janitor is None or not _janitor.is_alive():
+            # A fork has none.
+            _janitor = threading.Thread(
+                target=_take_dropped, name="daric-engine-source", daemon=True
+            )
+            _janitor.start()
+        shared = next((one for one in _all if one.settings == settings), None)
+        if shared is None:
+            shared = _Shared(settings)
+            _all.append(shared)
+        shared.num_sources += 1
+        return shared
 
 
 def _give_back(shared: _Shared) -> None:
+    """Count one source less; call it under `_engine_lock`."""
     with _lock:
         shared.num_sources -= 1
         if shared.num_sources:
             return
-        _open.remove(shared)
-        # Under the lock: whoever opens the next one must find this one gone.
+        _all.remove(shared)
+    if shared.engine is not None:
         shared.engine.close()
+        shared.engine = None
+
+
+def _take_dropped() -> None:
+    while True:
+        shared = _dropped.get()
+        try:
+            with _engine_lock:
+                _give_back(shared)
+        except Exception:
+            _logger.exception("an engine that was dropped could not be closed")
+        del shared

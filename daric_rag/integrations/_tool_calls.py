@@ -221,7 +221,9 @@ def _call(text: str, names: frozenset[str]) -> ToolCall | None:
         arguments = call["arguments"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    if name not in names or not isinstance(arguments, dict):
+    if not isinstance(name, str) or name not in names:
+        return None
+    if not isinstance(arguments, dict):
         return None
     return ToolCall(name, _dumped(arguments))
 

@@ -113,6 +113,15 @@ class ClientEngine(ABC):
         """Close."""
         await self.aclose()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests: neither closed nor failed, and no fork's copy."""
+        try:
+            self._loop.check_open()
+        except EngineClosedError:
+            return False
+        return True
+
     def layout(self, prompt: Prompt) -> PromptLayout:
         """Return a prompt's tokens, chunks and recompute set, without running it."""
         self._loop.check_process()

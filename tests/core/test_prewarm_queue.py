@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -155,8 +156,30 @@ def test_a_dropped_queue_closes_and_holds_no_engine() -> None:
     gone = weakref.ref(engine)
     del queue, engine
     gc.collect()
-    assert "daric-prewarm" not in [thread.name for thread in threading.enumerate()]
+    wait_for_the_end()
     assert gone() is None
+
+
+def wait_for_the_end() -> None:
+    deadline = time.monotonic() + 10
+    names = ["daric-prewarm"]
+    while "daric-prewarm" in names and time.monotonic() < deadline:
+        time.sleep(0.001)
+        names = [thread.name for thread in threading.enumerate()]
+    assert "daric-prewarm" not in names
+
+
+def test_dropping_one_does_not_wait_for_its_batch(engine: FakeEngine) -> None:
+    engine.open.clear()
+    queue = queue_on(engine)
+    queue.submit(["a"])
+    started_s = time.monotonic()
+    del queue
+    gc.collect()
+    # The engine gives up after ten seconds.
+    assert time.monotonic() - started_s < 5
+    engine.open.set()
+    wait_for_the_end()
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 1.5, "2"])

@@ -6,6 +6,8 @@ import asyncio
 import copy
 import gc
 import threading
+import time
+import weakref
 from typing import Any
 
 import pytest
@@ -92,7 +94,83 @@ def test_a_dropped_source_gives_its_engine_back(opened: list[Any]) -> None:
     assert opened[0][2].num_closed == 0
     del copied
     gc.collect()
+    wait_for_closing(opened[0][2])
+
+
+def wait_for_closing(engine: FakeEngine) -> None:
+    deadline = time.monotonic() + 10
+    while not engine.num_closed and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert engine.num_closed == 1
+
+
+def test_dropping_one_in_an_engine_s_own_thread_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A garbage collection may come in the thread that a closing engine waits for."""
+    source, other = EngineSource(SETTINGS), EngineSource(EngineSettings(model="b"))
+    dropped = [other]
+    gone = weakref.ref(other)
+    del other
+
+    class Joining(FakeEngine):
+        def close(self) -> None:
+            thread = threading.Thread(target=dropped.clear, daemon=True)
+            thread.start()
+            thread.join(10)
+            assert not thread.is_alive()
+            super().close()
+
+    engine = Joining()
+    monkeypatch.setattr(daric_rag, "EmbeddedEngine", lambda *_, **__: engine)
+    dropped[0].get()
+    source.get()
+    source.close()
+    assert gone() is None
+    assert engine.num_closed >= 1
+
+
+def test_who_has_not_asked_yet_counts_too(opened: list[Any]) -> None:
+    first, asking = EngineSource(SETTINGS), EngineSource(SETTINGS)
+    asking.get()
+    asking.close()
+    assert first.get() is opened[0][2]
+    assert len(opened) == 1
+    first.close()
     assert opened[0][2].num_closed == 1
+
+
+def test_making_one_does_not_wait_for_an_engine_that_opens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opening, may_open = threading.Event(), threading.Event()
+
+    def open_engine(*_: Any, **__: Any) -> FakeEngine:
+        opening.set()
+        assert may_open.wait(10)
+        return FakeEngine()
+
+    monkeypatch.setattr(daric_rag, "EmbeddedEngine", open_engine, raising=False)
+    source = EngineSource(SETTINGS)
+    thread = threading.Thread(target=source.get)
+    thread.start()
+    assert opening.wait(10)
+    other = EngineSource(SETTINGS)
+    may_open.set()
+    thread.join()
+    source.close()
+    other.close()
+
+
+def test_an_engine_that_failed_is_nobody_s_new_one(opened: list[Any]) -> None:
+    first, second = EngineSource(SETTINGS), EngineSource(SETTINGS)
+    failed: Any = first.get()
+    failed.is_open = False
+    assert second.get() is not failed
+    assert failed.num_closed == 1
+    first.close()
+    second.close()
+    assert [engine.num_closed for _, _, engine in opened] == [1, 1]
 
 
 def test_an_engine_that_is_passed_in_stays_open() -> None:

@@ -159,3 +159,18 @@ def test_tools_and_calls_as_text() -> None:
     without = with_tools_as_text(messages[1:2], [])
     assert without == messages[1:2]
     assert with_tools_as_text(messages[1:2], [ADD])[0].role == "system"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": ["add"], "arguments": {}}',
+        '{"name": {"add": 1}, "arguments": {}}',
+        '{"name": null, "arguments": {}}',
+        '{"name": "add", "arguments": ["a"]}',
+        '["add"]',
+    ],
+)
+def test_what_is_no_call_stays_text(call: str) -> None:
+    text = f"<tool_call>{call}</tool_call>"
+    assert read([text]) == [text]

@@ -96,7 +96,9 @@ def test_an_event_loop_that_closes_is_no_failure_of_the_engine(
 async def test_every_engine_is_closed_by_async_with() -> None:
     async with HandEngine() as engine:
         assert engine.calls == []
+        assert engine.is_open
     assert engine.calls == ["stop", "close"]
+    assert not engine.is_open
 
 
 @pytest.mark.parametrize(
