@@ -43,7 +43,7 @@ class EngineSettings:
     base_url: str | None = None
     api_key: str | None = field(default=None, repr=False)
     config: DaricConfig = field(default_factory=DaricConfig)
-    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    engine_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def check(self) -> None:
         """Refuse what no engine can be opened with, before anybody waits for it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 import weakref
 from collections.abc import Mapping
@@ -59,7 +60,9 @@ class ChatFields(BaseChatModel):
         default_factory=secret_from_env("DARIC_API_KEY", default=None)
     )
     config: dict[str, Any] | None = None
-    engine_options: dict[str, Any] = Field(default_factory=dict)
+    engine_options: dict[str, Any] = Field(
+        default_factory=dict, exclude=True, repr=False
+    )
     engine: Any = Field(default=None, exclude=True, repr=False)
     timeout: float | None = None
     max_retries: int | None = None
@@ -76,7 +79,7 @@ class ChatFields(BaseChatModel):
     stop: list[str] | None = None
     n: int = 1
     logprobs: int | None = None
-    streaming: bool = False
+    streaming: bool | None = None
 
     reuse: Reuse = "daric"
     namespace: str | None = None
@@ -103,8 +106,10 @@ class ChatFields(BaseChatModel):
             ConfigError: A setting is refused; pydantic makes it a ValidationError.
         """
         GenerationOptions(**self._own_options())
-        self._settings = DaricConfig.from_dict(self.config or {})
-        self._source = EngineSource(self._origin())
+        # Validated again as another model's field, it keeps the engine it has.
+        if getattr(self, "_source", None) is None:
+            self._settings = DaricConfig.from_dict(self.config or {})
+            self._source = EngineSource(self._origin())
         return self
 
     def _engine_source(self) -> EngineSource:
@@ -171,14 +176,21 @@ class ChatFields(BaseChatModel):
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
         """Everything that may change an answer; no secret."""
-        opening = ("model", "store", "base_url", "engine_options")
+        opening = ("model", "store", "base_url")
         choices = ("tool_choice", "tool_format")
         return {
             **{name: getattr(self, name) for name in (*opening, *choices)},
+            "engine_options": _digest(self.engine_options),
             "engine": _identity_of(self.engine),
             "config": self._settings.to_dict(),
             **self._own_options(),
         }
+
+
+def _digest(options: Mapping[str, Any]) -> str:
+    """Return what tells options apart without telling them: some are secrets."""
+    items = repr(sorted((name, repr(value)) for name, value in options.items()))
+    return hashlib.sha256(items.encode()).hexdigest()
 
 
 _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
+from langchain_core.exceptions import OutputParserException
 from langchain_core.language_models import BaseChatModel
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import (
     JsonOutputKeyToolsParser,
     PydanticToolsParser,
 )
+from langchain_core.outputs import Generation
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import (
     convert_to_json_schema,
@@ -24,6 +27,70 @@ from daric_rag.errors import ConfigError
 __all__ = ["structured_output"]
 
 _METHODS = ("json_schema", "function_calling", "json_mode")
+
+
+class _Whole:
+    """Refuses an answer that is no whole one; pieces of a stream are read as ever."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        """Read an answer.
+
+        Raises:
+            OutputParserException: It was cut short, or there is nothing to read.
+        """
+        if not partial:
+            self._check(result[0])
+        parsed = super().parse_result(  # type: ignore[misc]
+            result, partial=partial
+        )
+        if parsed is None and not partial:
+            raise OutputParserException(
+                "the answer is no call to the schema's tool; raise max_tokens if it "
+                'was cut short, or use method="json_schema"',
+                llm_output=result[0].text,
+            )
+        return parsed
+
+    def _check(self, generation: Generation) -> None:
+        message = getattr(generation, "message", None)
+        metadata = getattr(message, "response_metadata", {})
+        if metadata.get("finish_reason") in ("length", "abort"):
+            raise OutputParserException(
+                f"the answer was cut short (finish_reason is "
+                f"{metadata['finish_reason']}); raise max_tokens",
+                llm_output=generation.text,
+            )
+
+
+class _Json(_Whole):
+    """LangChain's parsers complete half a JSON object, and nobody would know."""
+
+    def _check(self, generation: Generation) -> None:
+        super()._check(generation)
+        try:
+            json.loads(generation.text)
+        except ValueError as error:
+            raise OutputParserException(
+                f"the answer is not JSON ({error}); if it was cut short, raise "
+                f"max_tokens or drop stop",
+                llm_output=generation.text,
+            ) from error
+
+
+class _WholeJson(_Json, JsonOutputParser):
+    """Reads JSON."""
+
+
+class _WholeObject(_Json, PydanticOutputParser[Any]):
+    """Reads an object of a class."""
+
+
+class _JsonCall(_Whole, JsonOutputKeyToolsParser):
+    """Reads a call's arguments."""
+
+
+class _PydanticCall(_Whole, PydanticToolsParser):
+    """Reads a call's arguments as an object of a class."""
 
 
 def structured_output(
@@ -55,7 +122,7 @@ def structured_output(
         )
     if schema is None:
         guided: Runnable[Any, Any] = model.bind(json_object=True, **options)
-        parser: Any = JsonOutputParser()
+        parser: Any = _WholeJson()
     else:
         told = {"kwargs": {"method": method}, "schema": convert_to_openai_tool(schema)}
         named = {"ls_structured_output_format": told, **options}
@@ -74,15 +141,15 @@ def _calling(model: BaseChatModel, schema: Any, options: Mapping[str, Any]) -> A
 
 def _call_parser(schema: Any) -> Any:
     if _is_pydantic(schema):
-        return PydanticToolsParser(tools=[schema], first_tool_only=True)
+        return _PydanticCall(tools=[schema], first_tool_only=True)
     name = convert_to_openai_tool(schema)["function"]["name"]
-    return JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+    return _JsonCall(key_name=name, first_tool_only=True)
 
 
 def _json_parser(schema: Any) -> Any:
     if _is_pydantic(schema):
-        return PydanticOutputParser(pydantic_object=schema)
-    return JsonOutputParser()
+        return _WholeObject(pydantic_object=schema)
+    return _WholeJson()
 
 
 def _json_schema(schema: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Importing this needs neither torch nor vLLM; the engine opens with the first req
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from typing import Any, Literal, Self, cast
@@ -81,7 +82,8 @@ class ChatDaric(ChatRequests):
         api_key: The server's; by default from DARIC_API_KEY.
         config: `DaricConfig`, or a mapping of its fields.
         engine_options: Further keywords of `EmbeddedEngine` or `RemoteEngine`, such as
-            ``{"dtype": "float32"}``.
+            ``{"dtype": "float32"}``. As some are secrets, they are neither shown nor
+            serialised: pass them again to what is loaded.
         engine: An open engine, instead of all above; its owner closes it.
         timeout: Longest silence of a server, in seconds; None is its default.
         max_retries: Further tries where no server has begun to answer.
@@ -89,7 +91,8 @@ class ChatDaric(ChatRequests):
         n: Answers to draw; `invoke` returns the first, `generate` all of them. They
             cannot be streamed.
         logprobs: Most likely tokens per token, in ``response_metadata["logprobs"]``.
-        streaming: Whether `invoke` streams too, for callbacks on new tokens.
+        streaming: Whether `invoke` streams too, for callbacks on new tokens. False:
+            `stream` gives the answer in one piece. None: each does as it is called.
         reuse: ``"daric"``, ``"full_reuse"`` or ``"off"``.
         namespace: Tenant; None is the configuration's.
         conversation: Id of a growing conversation.
@@ -100,7 +103,10 @@ class ChatDaric(ChatRequests):
             ``"auto"``: as the template can.
     """
 
-    _queues: list[BackgroundPrewarm] = PrivateAttr(default_factory=list)
+    # Weak: whoever drops a queue need not wait for the model to be dropped.
+    _queues: weakref.WeakSet[BackgroundPrewarm] = PrivateAttr(
+        default_factory=weakref.WeakSet
+    )
 
     def background_prewarm(
         self, builder: PromptBuilder | None = None, *, max_pending: int = 256
@@ -117,12 +123,12 @@ class ChatDaric(ChatRequests):
             namespace=self.namespace,
             max_pending=max_pending,
         )
-        self._queues.append(queue)
+        self._queues.add(queue)
         return queue
 
     def close(self) -> None:
         """Give the engine back; it closes with its last user. Final."""
-        for queue in self._queues:
+        for queue in list(self._queues):
             queue.close()
         self._source.close()
 
@@ -156,6 +162,13 @@ class ChatDaric(ChatRequests):
     def get_lc_namespace(cls) -> list[str]:
         """Return the public module's path."""
         return ["daric_rag", "integrations", "langchain"]
+
+    def _get_invocation_params(
+        self, stop: list[str] | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Name the stop that is used: a request's, else the model's own."""
+        stop = self.stop if stop is None else stop
+        return super()._get_invocation_params(stop=stop, **kwargs)
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
         """Name a request for LangChain's response cache.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
+from langchain_core.exceptions import OutputParserException
 from langchain_core.load import dumps, load
 from langchain_core.messages import (
     AIMessage,
@@ -20,8 +23,10 @@ from langchain_core.messages import (
     ToolMessage,
 )
 from langchain_core.rate_limiters import InMemoryRateLimiter
+from langchain_core.runnables import ConfigurableField
 from pydantic import BaseModel, ValidationError
 
+import daric_rag
 from daric_rag import (
     ChatMessage,
     ConfigError,
@@ -363,6 +368,34 @@ def test_structured_output_that_was_cut_short_says_so() -> None:
     assert raw["parsing_error"] is not None
 
 
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+@pytest.mark.parametrize("schema", [Add, Add.model_json_schema()])
+def test_what_was_cut_short_is_not_completed(method: Any, schema: Any) -> None:
+    """Half a JSON object would pass for a whole one, of a shorter number or text."""
+    text = CALL if method == "function_calling" else '{"a": 3}'
+
+    class Cut(FakeEngine):
+        def generate(self, prompt: Any, **options: Any) -> Any:
+            done = super().generate(prompt, **options)
+            return replace(done, finish_reason="length")
+
+    for engine in (Cut(text[:-1]), Cut(text), FakeEngine(text[:-1])):
+        chat = chat_on(engine)
+        with pytest.raises(OutputParserException, match="max_tokens"):
+            chat.with_structured_output(schema, method=method).invoke("?")
+        told = chat.with_structured_output(schema, method=method, include_raw=True)
+        raw = told.invoke("?")
+        assert isinstance(raw, dict)
+        assert raw["parsed"] is None
+        assert isinstance(raw["parsing_error"], OutputParserException)
+
+
+def test_pieces_of_an_object_are_streamed() -> None:
+    chat = chat_on(FakeEngine('{"a": 34}'))
+    pieces = list(chat.with_structured_output(Add.model_json_schema()).stream("?"))
+    assert pieces == [{}, {"a": 3}, {"a": 34}]
+
+
 def test_json_of_whatever_fields() -> None:
     engine = FakeEngine('{"b": [1]}')
     chat = chat_on(engine).with_structured_output(method="json_mode")
@@ -430,6 +463,8 @@ def test_the_response_cache_does_not_mix_settings() -> None:
         {"namespace": "b"},
         {"config": DaricConfig(avg_chunk_budget=8)},
         {"temperature": 0.5},
+        {"stop": ["a"]},
+        {"stop": ["b"]},
     ]
     for fields in [*same, *others]:
         fields = {"model": "a"} | fields
@@ -449,6 +484,68 @@ def test_secrets_are_nowhere_to_be_seen() -> None:
     shown = [repr(chat), str(chat._identifying_params), dumps(chat)]
     shown += [chat._get_llm_string(), str(chat._get_ls_params())]
     assert not any(secret in text for text in shown)
+    for options in ({"hf_token": secret}, {"dtype": "float32"}):
+        other = ChatDaric(model="a", engine_options=options)
+        shown += [repr(other), str(other._identifying_params), dumps(other)]
+        shown += [other._get_llm_string(), str(other._get_ls_params())]
+    assert not any(secret in text for text in shown)
+    # Yet answers of the one are not the other's.
+    assert shown[-2] != shown[-7]
+
+
+class Holder(BaseModel):
+    chat: ChatDaric
+
+
+def test_a_field_of_another_model_keeps_its_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[FakeEngine] = []
+
+    def open_engine(*_: Any, **__: Any) -> FakeEngine:
+        opened.append(FakeEngine())
+        return opened[-1]
+
+    monkeypatch.setattr(daric_rag, "EmbeddedEngine", open_engine, raising=False)
+    with ChatDaric(model="a") as chat:
+        source = chat._source
+        chat.invoke("?")
+        assert Holder(chat=chat).chat._source is source
+    assert opened[0].num_closed == 1
+
+
+def test_a_configured_copy_streams_on_the_same_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[FakeEngine] = []
+
+    def open_engine(*_: Any, **__: Any) -> FakeEngine:
+        opened.append(FakeEngine("Four."))
+        return opened[-1]
+
+    monkeypatch.setattr(daric_rag, "EmbeddedEngine", open_engine, raising=False)
+    with ChatDaric(model="a") as chat:
+        told = chat.configurable_fields(temperature=ConfigurableField(id="t"))
+        for temperature in (0.0, 0.5, 0.7):
+            config: Any = {"configurable": {"t": temperature}}
+            assert len(list(told.stream("?", config))) > 5
+            gc.collect()
+        assert len(opened) == 1
+        options = [given["temperature"] for _, given in opened[0].requests]
+        assert options == [0.0, 0.5, 0.7]
+        assert opened[0].num_closed == 0
+
+
+def test_a_dropped_queue_is_not_kept() -> None:
+    chat = chat_on(FakeEngine())
+    queue = chat.background_prewarm()
+    gone = weakref.ref(queue)
+    del queue
+    gc.collect()
+    assert gone() is None
+    kept = chat.background_prewarm()
+    chat.close()
+    assert kept.submit(["late"]) == 0
 
 
 @pytest.mark.filterwarnings("ignore:The function `load` is in beta")
