@@ -112,6 +112,22 @@ class ChatFields(BaseChatModel):
             self._source = EngineSource(self._origin())
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what a copy in another process is made of: fields, but no `api_key`.
+
+        The environment there has the key; the engine opens anew.
+
+        Raises:
+            TypeError: It was made with an engine, which stays where it is.
+        """
+        if self.engine is not None:
+            raise TypeError(
+                f"a {type(self).__name__} with engine= cannot be pickled; make it with "
+                f"the engine's settings instead"
+            )
+        names = self.model_fields_set - {"api_key"}
+        return _made, (type(self), {name: getattr(self, name) for name in names})
+
     def _engine_source(self) -> EngineSource:
         """Return where the engine comes from.
 
@@ -185,6 +201,10 @@ class ChatFields(BaseChatModel):
             "config": self._settings.to_dict(),
             **self._own_options(),
         }
+
+
+def _made(kind: type[ChatFields], fields: Mapping[str, Any]) -> ChatFields:
+    return kind(**fields)
 
 
 def _digest(options: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ front of the message's text, or as a piece of text between delimiters.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from daric_rag.errors import PromptError
 from daric_rag.layout import split_delimited
 from daric_rag.prompt import PromptBuilder
 
-__all__ = ["conversation_of", "document_block", "langchain_messages"]
+__all__ = ["as_user", "conversation_of", "document_block", "langchain_messages"]
 
 _ROLES = {"human": "user", "ai": "assistant", "developer": "system"}
 
@@ -141,3 +142,19 @@ def _calls(message: BaseMessage) -> tuple[dict[str, Any], ...]:
         }
         for call in calls
     )
+
+
+def as_user(message: BaseMessage) -> HumanMessage:
+    """Return a message's content as a user's; calls in it as the text they are."""
+    content: list[Any] = []
+    if isinstance(message.content, str):
+        content += [message.content] if message.content else []
+    else:
+        content += message.content
+    calls = getattr(message, "tool_calls", ())
+    content += [
+        json.dumps({"name": call["name"], "arguments": call["args"]}) for call in calls
+    ]
+    documents = message.additional_kwargs.get("documents")
+    carried = {"documents": documents} if documents else {}
+    return HumanMessage(content, additional_kwargs=carried)

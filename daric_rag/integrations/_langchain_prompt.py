@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from operator import itemgetter
@@ -89,6 +90,12 @@ class DaricPromptTemplate(BaseChatPromptTemplate):
 
         limit = self.max_prompt_tokens
         return _messages(self.builder.fit(documents, question, limit, count), history)
+
+    async def aformat_messages(self, **kwargs: Any) -> list[BaseMessage]:
+        """Do the same, without keeping the event loop waiting for counts."""
+        if self.count_tokens is None:
+            return self.format_messages(**kwargs)
+        return await asyncio.to_thread(lambda: self.format_messages(**kwargs))
 
     def pretty_repr(self, html: bool = False) -> str:
         """Return how a prompt is written."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from langchain_core.messages import BaseMessage
+from langchain_core.messages import BaseMessage, ToolMessage
 from pydantic import PrivateAttr
 
 from daric_rag.engine import ChatMessage, ChatPrompt, Engine, GenerationOptions
@@ -74,6 +76,26 @@ class ChatRequests(ChatFields):
         if as_text:
             conversation, tools = with_tools_as_text(conversation, tools), []
         return ChatPrompt(conversation, tools=tools), options, form
+
+    async def _arequest(
+        self,
+        engine: Engine,
+        messages: Sequence[BaseMessage],
+        stop: list[str] | None,
+        kwargs: Mapping[str, Any],
+        *,
+        is_streamed: bool = False,
+    ) -> tuple[ChatPrompt, dict[str, Any], AnswerForm]:
+        """Do the same, without keeping the event loop waiting for the probe."""
+        make = partial(
+            self._request, engine, messages, stop, kwargs, is_streamed=is_streamed
+        )
+        asks = self.tool_format == "auto" and self._has_template is None
+        has_tools = kwargs.get("tools") or any(
+            isinstance(message, ToolMessage) or getattr(message, "tool_calls", ())
+            for message in messages
+        )
+        return await asyncio.to_thread(make) if asks and has_tools else make()
 
     def _options(
         self, given: dict[str, Any], stop: list[str] | None, is_streamed: bool

@@ -124,6 +124,8 @@ def structured_output(
         guided: Runnable[Any, Any] = model.bind(json_object=True, **options)
         parser: Any = _WholeJson()
     else:
+        if method != "function_calling":
+            schema = _titled(schema)
         told = {"kwargs": {"method": method}, "schema": convert_to_openai_tool(schema)}
         named = {"ls_structured_output_format": told, **options}
         if method == "function_calling":
@@ -157,6 +159,13 @@ def _json_schema(schema: Any) -> dict[str, Any]:
         own: dict[str, Any] = schema.model_json_schema()
         return own
     return convert_to_json_schema(schema)
+
+
+def _titled(schema: Any) -> Any:
+    # Of a tool LangChain needs the name, of an answer nobody does.
+    if isinstance(schema, Mapping) and not {"title", "name", "function"} & set(schema):
+        return {"title": "Answer", **schema}
+    return schema
 
 
 def _is_pydantic(schema: Any) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import subprocess
 import sys
+import threading
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -21,6 +23,7 @@ from langchain_core.messages import (
     HumanMessage,
     SystemMessage,
     ToolMessage,
+    trim_messages,
 )
 from langchain_core.rate_limiters import InMemoryRateLimiter
 from langchain_core.runnables import ConfigurableField
@@ -570,3 +573,82 @@ def test_tracing_names_model_and_settings() -> None:
         "ls_max_tokens": 7,
         "ls_stop": ["x"],
     }
+
+
+# --------------------------------------------------------------- counting and pickling
+
+
+def test_messages_that_are_no_conversation_are_counted_one_by_one() -> None:
+    chat = chat_on(FakeEngine())
+    call = {"name": "Add", "args": {"a": 1}, "id": "7", "type": "tool_call"}
+    assert chat.get_num_tokens_from_messages([]) == 0
+    halves = [HumanMessage("12345"), AIMessage("123"), AIMessage("")]
+    alone = [[HumanMessage("12345")], [HumanMessage("123")]]
+    lens = [chat.get_num_tokens_from_messages(messages) for messages in alone]
+    assert chat.get_num_tokens_from_messages(halves) == sum(lens)
+    calling = [AIMessage("", tool_calls=[call])]
+    assert chat.get_num_tokens_from_messages(calling) > 20
+    messages = [HumanMessage("1" * 50), AIMessage("2" * 50), HumanMessage("3" * 50)]
+    kept = trim_messages(messages, max_tokens=125, token_counter=chat)
+    assert [message.text[0] for message in kept] == ["2", "3"]
+
+
+def test_tokens_are_the_engine_s() -> None:
+    class Tokenizer:
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            assert not add_special_tokens
+            return [ord(char) for char in text]
+
+    engine = FakeEngine()
+    with pytest.raises(ConfigError, match="custom_get_token_ids="):
+        chat_on(engine).get_token_ids("ab")
+    engine.tokenizer = Tokenizer()  # type: ignore[attr-defined]
+    assert chat_on(engine).get_token_ids("ab") == [97, 98]
+    assert chat_on(engine).get_num_tokens("abc") == 3
+
+
+async def test_asking_for_a_template_does_not_hold_up_the_event_loop() -> None:
+    class Slow(FakeEngine):
+        def layout(self, prompt: Any) -> Any:
+            threads.append(threading.current_thread())
+            return super().layout(prompt)
+
+    threads: list[threading.Thread] = []
+    chat = chat_on(Slow(CALL)).bind_tools([Add])
+    await chat.ainvoke("?")
+    assert len([chunk async for chunk in chat_on(Slow()).astream("?", tools=[])]) > 1
+    chat = chat_on(Slow(CALL)).bind_tools([Add])
+    assert [chunk async for chunk in chat.astream("?")]
+    assert len(threads) == 2
+    assert threading.current_thread() not in threads
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_pickling(monkeypatch: pytest.MonkeyPatch, is_open: bool) -> None:
+    monkeypatch.setattr(
+        daric_rag, "RemoteEngine", lambda *_, **__: FakeEngine(), raising=False
+    )
+    key = "the-secret-key"
+    chat = ChatDaric(base_url="http://s", api_key=key, seed=3)  # type: ignore[arg-type]
+    if is_open:
+        chat.invoke("?")
+    pickled = pickle.dumps(chat)
+    assert key.encode() not in pickled
+    monkeypatch.setenv("DARIC_API_KEY", "another")
+    loaded = pickle.loads(pickled)
+    assert (loaded.base_url, loaded.seed) == ("http://s", 3)
+    assert loaded.api_key.get_secret_value() == "another"
+    assert not loaded._source.is_open
+    loaded.close()
+    chat.close()
+    with pytest.raises(TypeError, match="engine="):
+        pickle.dumps(chat_on(FakeEngine()))
+
+
+@pytest.mark.parametrize("method", ["json_schema", "json_mode"])
+def test_an_answer_s_schema_needs_no_title(method: Any) -> None:
+    engine = FakeEngine('{"a": 3}')
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    chat = chat_on(engine).with_structured_output(schema, method=method)
+    assert chat.invoke("?") == {"a": 3}
+    assert engine.requests[0][1]["json_schema"]["properties"] == schema["properties"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnablePassthrough
 from pydantic import ValidationError
@@ -69,6 +70,19 @@ def test_a_history_s_system_text_takes_the_place_of_the_builder_s() -> None:
         documents=[], question="b", history=history
     )
     assert messages == [*history, HumanMessage("b")]
+
+
+async def test_counting_does_not_hold_up_the_event_loop() -> None:
+    threads: list[threading.Thread] = []
+
+    def count(messages: list[BaseMessage]) -> int:
+        threads.append(threading.current_thread())
+        return 1
+
+    prompt = DaricPromptTemplate(max_prompt_tokens=9, count_tokens=count)
+    given: Any = {"documents": DOCUMENTS, "question": "When?"}
+    assert await prompt.ainvoke(given) == prompt.invoke(given)
+    assert threads[0] is not threading.current_thread()
 
 
 def test_documents_that_do_not_fit_are_dropped_and_named() -> None:
