@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 from langchain_core.messages import BaseMessage, ToolMessage
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import PrivateAttr
 
 from daric_rag.engine import ChatMessage, ChatPrompt, Engine, GenerationOptions
-from daric_rag.errors import ConfigError, PromptError
+from daric_rag.errors import ConfigError, PromptError, PromptTooLongError
 from daric_rag.integrations._langchain_fields import ChatFields
-from daric_rag.integrations._langchain_messages import conversation_of
+from daric_rag.integrations._langchain_messages import as_user, conversation_of
 from daric_rag.integrations._langchain_results import PROVIDER, AnswerForm
 from daric_rag.integrations._tool_calls import (
     call_schema,
@@ -128,6 +129,58 @@ class ChatRequests(ChatFields):
             except PromptError:
                 self._has_template = False
         return not self._has_template
+
+    def get_num_tokens_from_messages(
+        self,
+        messages: Sequence[BaseMessage],
+        tools: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> int:
+        """Return the length of these messages' prompt, in tokens.
+
+        Messages that are no whole conversation, as `trim_messages` counts them, are
+        counted one by one, each as a user's.
+        """
+        if not messages:
+            return 0
+        described = [convert_to_openai_tool(tool) for tool in tools or ()]
+        given = {**kwargs, "tools": described}
+        try:
+            return self._prompt_len(messages, given)
+        except PromptTooLongError:
+            raise
+        except PromptError:
+            alone = [as_user(message) for message in messages]
+        lens = []
+        for message in alone:
+            if message.content or message.additional_kwargs:
+                lens.append(self._prompt_len([message], given))
+                given["tools"] = []
+        return sum(lens)
+
+    def _prompt_len(
+        self, messages: Sequence[BaseMessage], given: Mapping[str, Any]
+    ) -> int:
+        engine = self._engine_source().get()
+        prompt, _, _ = self._request(engine, messages, None, given)
+        return engine.layout(prompt).prompt_len
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Return a text's tokens, without special ones around them.
+
+        Raises:
+            ConfigError: The engine has no tokenizer.
+        """
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        engine = self._engine_source().get()
+        encode = getattr(getattr(engine, "tokenizer", None), "encode", None)
+        if encode is None:
+            raise ConfigError(
+                f"the engine, a {type(engine).__name__}, has no tokenizer; pass "
+                f"custom_get_token_ids="
+            )
+        return list(encode(text, add_special_tokens=False))
 
 
 def _guide(
