@@ -132,15 +132,15 @@ async def test_requests_carry_when_their_clients_came(
         return done
 
     monkeypatch.setattr(InputProcessor, "layout", lambda _, given: waiting(given))
-    first, second = (TokenPrompt(chunks=PROMPT.chunks) for _ in range(2))
+    first, second = TokenPrompt([[30] * 8, [31]]), TokenPrompt([[40] * 8, [41]])
     asking = [asyncio.ensure_future(engine.agenerate(one)) for one in (first, second)]
     async with asyncio.timeout(10):
         while len(engine.submissions) < 2:
             await asyncio.sleep(0.001)
-    later, earlier = (one.arrival_time for one in engine.submissions)
-    assert earlier is not None
-    assert later is not None
-    assert earlier <= later
+    came = {one.layout.token_ids[0]: one.arrival_time for one in engine.submissions}
+    assert came[30] is not None
+    assert came[40] is not None
+    assert came[30] <= came[40]
     for one in asking:
         one.cancel()
     await asyncio.gather(*asking, return_exceptions=True)
