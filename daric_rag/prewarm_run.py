@@ -44,7 +44,8 @@ def exit_code_of(report: JobReport) -> int:
         return _INTERRUPTED
     if report.stopped == "budget":
         return _NO_ROOM
-    return _FAILED if report.totals.failed else 0
+    unread = report.stopped == "unreadable"
+    return _FAILED if unread or report.totals.failed else 0
 
 
 def run_job(settings: Settings, *, as_json: bool) -> JobReport:

@@ -140,6 +140,7 @@ class PrewarmJob:
         run.totals.source_bytes += item.source_bytes
         if item.error:
             seen.keep(item.id)
+            run.hides_others |= item.hides_others
             run.note(Entry(item.id, "failed", error=item.error))
             return None
         try:

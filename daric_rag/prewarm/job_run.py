@@ -59,7 +59,12 @@ class _Batch:
 
 
 class JobRun:
-    """One run of a job: what is under way, what is settled, what is not yet told."""
+    """One run of a job: what is under way, what is settled, what is not yet told.
+
+    Attributes:
+        totals: What was done so far.
+        hides_others: Whether the source has documents that nothing is known of.
+    """
 
     def __init__(
         self,
@@ -80,6 +85,7 @@ class JobRun:
         self._num_chars = self._num_tokens = 0
         self._committed_s = self._settled_s = time.monotonic()
         self.totals = Totals()
+        self.hides_others = False
 
     def __enter__(self) -> JobRun:
         return self
@@ -119,6 +125,8 @@ class JobRun:
         self, seen: SeenDocuments, give_up: Callable[[Sequence[Entry]], None]
     ) -> str:
         """Give up what the source has no more; returns why this was not done."""
+        if self.hides_others:
+            return "unreadable"
         vanished = list(seen.vanished())
         if vanished and not self.totals.num_alive:
             # An empty mount looks like an empty corpus.

@@ -430,6 +430,23 @@ def test_a_job_that_was_stopped_gives_nothing_up(
     assert job.run().stopped == "stopped"
 
 
+def test_nothing_is_given_up_where_documents_may_be_hidden(
+    engine: FolderEngine, manifest: Path
+) -> None:
+    run(engine, TEXTS, manifest)
+    hidden = SourceItem("folder", error="cannot be read", hides_others=True)
+    source: list[Any] = [*TEXTS[:3], hidden]
+    job = PrewarmJob(engine, source, manifest=manifest)
+    gone: list[Entry] = []
+    job.on_vanished = gone.extend
+    assert job.run().stopped == "unreadable"
+    assert gone == []
+    # The next run may see everything.
+    del source[-1]
+    assert job.run().stopped == ""
+    assert len(gone) == 17
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -191,6 +191,18 @@ def test_sync_does_not_take_a_lost_folder_for_an_empty_corpus(corpus: Path) -> N
     assert len(stored()) == 5
 
 
+def test_sync_gives_up_nothing_where_a_record_is_damaged(corpus: Path) -> None:
+    lines = [f'{{"id": "{n}", "text": "record {n} of words"}}\n' for n in range(3)]
+    (corpus / "c.jsonl").write_text("".join(lines))
+    warm(corpus)
+    (corpus / "c.jsonl").write_text(lines[0] + lines[1][:20] + "\n" + lines[2])
+    done = warm(corpus, "--sync", "evict", exit_code=3)
+    assert (done["stopped"], done["removed"]) == ("unreadable", 0)
+    assert len(stored()) == 8
+    result = invoke(corpus, "--model", "tiny", "--sync", "evict")
+    assert "nothing was given up" in result.stdout
+
+
 def test_expire_evicts_what_has_had_its_time(corpus: Path) -> None:
     warm(corpus, "--ttl", "1h")
     assert answer("expire", "prewarm.jsonl")["num_documents"] == 0
