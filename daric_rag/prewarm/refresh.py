@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from daric_rag.prewarm.audit import StoredDocuments
@@ -78,9 +79,10 @@ def expire(disk: DiskTier, manifest: Manifest, *, now: float) -> tuple[int, int]
         return 0, 0
     with ManifestWriter(manifest.path, headers[-1]) as writer, SeenDocuments() as seen:
         seen.load(manifest.entries(headers[-1]))
-        entries = list(seen.expired(now))
-        freed = give_up(disk, headers[-1], entries, "evict")
+        entries = [replace(entry, time=now) for entry in seen.expired(now)]
+        # First, so that a kill leaves nothing that is called done and is not there.
         writer.append(entries)
+        freed = give_up(disk, headers[-1], entries, "evict")
     return len(entries), freed
 
 
