@@ -141,5 +141,5 @@ def engine_identity(engine: Any) -> dict[str, Any]:
         "model": os.fspath(model) if model else "",
         "fingerprints": fingerprints() if fingerprints is not None else [],
         "namespace": getattr(config, "namespace", "default"),
-        "store": getattr(engine, "base_url", ""),
+        "store": getattr(engine, "base_url", "") or getattr(engine, "store_path", ""),
     }

@@ -11,8 +11,10 @@ import pytest
 
 from daric_rag.prewarm import JobOptions, Manifest, PrewarmJob, refresh
 from daric_rag.prewarm.audit import audit
+from daric_rag.prewarm.options import engine_identity
 from daric_rag.prewarm.refresh import expire, give_up, pin_all
 from daric_rag.prewarm.templates import FILE_NAME, note_template, other_templates
+from daric_rag.storage import store_name
 from daric_rag.storage.documents import DocumentTree
 from tests.prewarm.engines import DiskEngine
 from tests.storage.records import record_files
@@ -186,3 +188,21 @@ def test_a_store_knows_its_templates(engine: DiskEngine) -> None:
     with closing(DiskEngine(folder)) as again:
         assert again.disk.reclaim().nbytes == 0
     assert (folder / FILE_NAME).exists()
+
+
+class Engine:
+    """Tells where its store is, as embedded ones do."""
+
+    def __init__(self, store: str) -> None:
+        self.store_path = store_name(store)
+
+
+def test_a_manifest_knows_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert engine_identity(Engine("store"))["store"] == str(tmp_path / "store")
+    assert engine_identity(Engine("other"))["store"] != str(tmp_path / "store")
+    first, second = (engine_identity(Engine(":memory:"))["store"] for _ in range(2))
+    assert first.startswith(":memory:")
+    assert first != second
