@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import typer
 
 from daric_rag.cli_common import make_console, resolved
-from daric_rag.config import DaricConfig
-from daric_rag.errors import ConfigError
+from daric_rag.errors import ConfigError, DaricError
 from daric_rag.prewarm_settings import Settings
 from daric_rag.store_options import opened, print_json
 
@@ -44,7 +43,8 @@ def exit_code_of(report: JobReport) -> int:
         return _INTERRUPTED
     if report.stopped == "budget":
         return _NO_ROOM
-    return _FAILED if report.totals.failed else 0
+    unread = report.stopped == "unreadable"
+    return _FAILED if unread or report.totals.failed else 0
 
 
 def run_job(settings: Settings, *, as_json: bool) -> JobReport:
@@ -85,9 +85,14 @@ def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
         next(changes, None)
         outcome = _run_on(engine, settings, settings.source(), stop)
         for changed in changes:
-            if changed:
-                typer.echo("\n".join(outcome.lines), err=True)
+            if not changed:
+                continue
+            typer.echo("\n".join(outcome.lines), err=True)
+            try:
                 outcome = _run_on(engine, settings, settings.source(), stop)
+            except DaricError as error:
+                # A folder may be gone for a moment: the next change tries again.
+                typer.echo(f"error: {error}", err=True)
     outcome.tell(as_json=as_json)
     return outcome.report
 
@@ -161,6 +166,7 @@ def _run_on(
         if settings.sync is not None:
             job.on_vanished = lambda entries: _give_up(settings, job.header, entries)
         _check_template(settings, job.template)
+        _check_models(settings, job.header)
         stop.attach(job)
         report = job.run()
     if report.stopped == "empty":
@@ -270,6 +276,19 @@ def _check_template(settings: Settings, template: str) -> None:
         note_template(folder, template, settings.template)
 
 
+def _check_models(settings: Settings, header: Mapping[str, Any]) -> None:
+    """Refuse, before any work, to touch documents of models that were not meant."""
+    wanted = settings.sync is not None or settings.pin
+    if not wanted or header["fingerprints"]:
+        return
+    if not Path(settings.store_folder()).is_dir():
+        return
+    from daric_rag.prewarm.refresh import check_models
+
+    with opened(settings.store, settings.key_file) as (disk, _):
+        check_models(disk, header)
+
+
 def _give_up(
     settings: Settings, header: Mapping[str, Any], entries: Sequence[Entry]
 ) -> None:
@@ -293,7 +312,7 @@ def _held(engine: Any, settings: Settings) -> tuple[set[str], int | None]:
     from daric_rag.prewarm.audit import StoredDocuments
     from daric_rag.prewarm.options import engine_identity
 
-    limit = None if settings.url else settings.budget_bytes or DaricConfig().disk_bytes
+    limit = None if settings.url else settings.limit_bytes
     if not settings.sees_store or not Path(settings.store_folder()).is_dir():
         return set(), limit
     with opened(settings.store, settings.key_file) as (disk, _):

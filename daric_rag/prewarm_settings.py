@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Settings", "manifest_path"]
 
+# Of the engine's limit above the job's: what is under way must not evict.
+_HEADROOM_BYTES = 8 << 30
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -78,14 +81,21 @@ class Settings:
 
         return parse_bytes(self.budget) if self.budget is not None else None
 
+    @property
+    def limit_bytes(self) -> int:
+        """What a store on this machine may hold before the job stops."""
+        return self.budget_bytes or DaricConfig().disk_bytes
+
     def config(self) -> DaricConfig:
         """Return the engine's configuration."""
         default = DaricConfig()
         return DaricConfig(
             namespace=self.namespace,
             # Never below the default: a small budget stops the job, and must not make
-            # the engine evict what others keep here.
-            disk_bytes=max(self.budget_bytes or 0, default.disk_bytes),
+            # the engine evict what others keep here. And above the job's own limit,
+            # which it cannot see to the last byte while others write.
+            disk_bytes=max(self.budget_bytes or 0, default.disk_bytes)
+            + _HEADROOM_BYTES,
             encryption_key_file=self.key_file,
         )
 
@@ -131,7 +141,7 @@ class Settings:
         return JobOptions(
             shard=Shard.parse(self.shard),
             batch_tokens=self.batch_tokens,
-            budget_bytes=self.budget_bytes,
+            budget_bytes=None if self.url else self.limit_bytes,
             lifetime_s=parse_duration(self.ttl) if self.ttl else None,
             again=self.again,
             identity=identity,

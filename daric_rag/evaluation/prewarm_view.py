@@ -148,6 +148,11 @@ def report_lines(report: JobReport, elapsed_s: float) -> list[str]:
         )
     elif report.stopped == "stopped":
         lines.append("interrupted: run the same command again to go on")
+    elif report.stopped == "unreadable":
+        lines.append(
+            "nothing was given up: sources could not be read as a whole, and what is "
+            "missing may be there; mend them and run again"
+        )
     return lines
 
 

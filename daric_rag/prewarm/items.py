@@ -25,12 +25,15 @@ class SourceItem:
         error: Why it could not be read, or "".
         source_bytes: What it took up in its source, for the estimate of time left;
             0 if unknown.
+        hides_others: Whether it stands for documents of other ids that could not be
+            read either, so that none can be said to have vanished.
     """
 
     id: str
     document: Any = None
     error: str = ""
     source_bytes: int = 0
+    hides_others: bool = False
 
 
 def items_of(source: Any) -> Iterator[SourceItem]:

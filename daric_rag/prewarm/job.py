@@ -100,6 +100,11 @@ class PrewarmJob:
         """
         with ExitStack() as stack:
             seen = stack.enter_context(SeenDocuments())
+
+            def told(entry: Entry, totals: Totals) -> None:
+                seen.learn(entry)
+                self._on_entry(entry, totals)
+
             writer = None
             if self._manifest is not None:
                 writer = stack.enter_context(
@@ -112,26 +117,31 @@ class PrewarmJob:
                     self._options,
                     self._make_guard(),
                     writer,
-                    self._on_entry,
+                    told,
                 )
             )
             stopped = self._feed(run, seen)
             run.finish()
-            if self.on_vanished is not None and not stopped:
-                stopped = run.give_up_vanished(seen, self.on_vanished)
+            if self.on_vanished is not None and stopped in ("", "budget"):
+                stopped = run.give_up_vanished(seen, self.on_vanished, stopped)
         return JobReport(run.totals, stopped)
 
     def _feed(self, run: JobRun, seen: SeenDocuments) -> str:
         """Hand the source to the engine; returns why it was not read to its end."""
+        is_full = False
         for item in items_of(self._source):
             if self._stopping.is_set():
                 return "stopped"
             document = self._examine(item, run, seen)
-            if document is not None and not run.take(document):
+            if document is None or is_full:
+                continue
+            is_full = not run.take(document)
+            # What vanished makes room, and only the whole source tells what did.
+            if is_full and self.on_vanished is None:
                 return "budget"
         if self._stopping.is_set() and run.has_rest:
             return "stopped"
-        return "" if run.take_rest() else "budget"
+        return "budget" if is_full or not run.take_rest() else ""
 
     def _examine(
         self, item: SourceItem, run: JobRun, seen: SeenDocuments
@@ -140,6 +150,7 @@ class PrewarmJob:
         run.totals.source_bytes += item.source_bytes
         if item.error:
             seen.keep(item.id)
+            run.hides_others |= item.hides_others
             run.note(Entry(item.id, "failed", error=item.error))
             return None
         try:
@@ -153,6 +164,8 @@ class PrewarmJob:
             return None
         name = text_hash(parts[0].text)
         if not self._options.shard.holds(name):
+            # A former run may have had other shards.
+            seen.saw(name)
             run.totals.others += 1
             return None
         known = seen.visit(name, item.id)

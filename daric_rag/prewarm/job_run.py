@@ -59,7 +59,12 @@ class _Batch:
 
 
 class JobRun:
-    """One run of a job: what is under way, what is settled, what is not yet told."""
+    """One run of a job: what is under way, what is settled, what is not yet told.
+
+    Attributes:
+        totals: What was done so far.
+        hides_others: Whether the source has documents that nothing is known of.
+    """
 
     def __init__(
         self,
@@ -80,6 +85,7 @@ class JobRun:
         self._num_chars = self._num_tokens = 0
         self._committed_s = self._settled_s = time.monotonic()
         self.totals = Totals()
+        self.hides_others = False
 
     def __enter__(self) -> JobRun:
         return self
@@ -116,17 +122,30 @@ class JobRun:
         self._commit()
 
     def give_up_vanished(
-        self, seen: SeenDocuments, give_up: Callable[[Sequence[Entry]], None]
+        self,
+        seen: SeenDocuments,
+        give_up: Callable[[Sequence[Entry]], None],
+        stopped: str = "",
     ) -> str:
-        """Give up what the source has no more; returns why this was not done."""
+        """Give up what the source has no more; returns why not all was done.
+
+        Args:
+            seen: Everything that the source has.
+            give_up: Evicts or unpins.
+            stopped: Why not everything was computed, or "".
+        """
+        if self.hides_others:
+            return stopped or "unreadable"
         vanished = list(seen.vanished())
-        if vanished and not self.totals.num_alive:
+        if vanished and not self.totals.num_alive and not stopped:
             # An empty mount looks like an empty corpus.
             return "empty"
-        give_up(vanished)
+        # In this order: a kill in between leaves documents that nobody asks for, and
+        # never one that is called done and is not there.
         self._unwritten += vanished
         self._commit()
-        return ""
+        give_up(vanished)
+        return stopped
 
     def _submit(self, documents: list[NewDocument]) -> bool:
         num_tokens = self._packer.tokens_of(
@@ -193,6 +212,8 @@ class JobRun:
             return
         if any(entry.is_stored for entry in entries):
             entries = list(self._confirmed(entries))
+        now = time.time()
+        entries = [replace(entry, time=entry.time or now) for entry in entries]
         if self._writer is not None:
             self._writer.append(entries)
         for entry in entries:

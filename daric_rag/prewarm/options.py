@@ -123,8 +123,9 @@ class JobReport:
         totals: What was done.
         stopped: Why it ended before all was done: ``"stopped"`` by `stop`;
             ``"budget"``: the store has no more room; ``"empty"``: the source has no
-            document at all, so that ``sync`` would have removed everything; "" if
-            all was done.
+            document at all, so that ``sync`` would have removed everything;
+            ``"unreadable"``: it could not be read as a whole, so that ``sync`` removed
+            nothing; "" if all was done.
     """
 
     totals: Totals
@@ -140,5 +141,5 @@ def engine_identity(engine: Any) -> dict[str, Any]:
         "model": os.fspath(model) if model else "",
         "fingerprints": fingerprints() if fingerprints is not None else [],
         "namespace": getattr(config, "namespace", "default"),
-        "store": getattr(engine, "base_url", ""),
+        "store": getattr(engine, "base_url", "") or getattr(engine, "store_path", ""),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from daric_rag.errors import ConfigError, DaricError
 
 __all__ = [
     "JSONL_SUFFIXES",
+    "MAX_DOCUMENT_BYTES",
     "SUFFIXES",
     "UnreadableError",
     "check_readers",
@@ -19,6 +21,9 @@ __all__ = [
 ]
 
 JSONL_SUFFIXES: Final = (".jsonl", ".ndjson")
+
+MAX_DOCUMENT_BYTES: Final = 64 << 20
+"""A file or a line that is longer holds no document that a model could read."""
 
 
 class UnreadableError(DaricError):
@@ -29,7 +34,7 @@ def read_text(path: Path) -> str:
     """Return a file's text; a suffix that is not known means plain text.
 
     Raises:
-        UnreadableError: It cannot be read, is damaged, or not UTF-8.
+        UnreadableError: It cannot be read, is damaged, not UTF-8, or too long.
         ConfigError: What reads such files is not installed.
     """
     reader = _READERS.get(path.suffix.lower(), _plain)
@@ -59,15 +64,31 @@ def check_readers(suffixes: set[str]) -> None:
         _needed("pypdf", "PDF")
 
 
+def _content(path: Path) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(MAX_DOCUMENT_BYTES + 1)
+    if len(content) > MAX_DOCUMENT_BYTES:
+        raise UnreadableError(
+            f"is longer than {MAX_DOCUMENT_BYTES >> 20} MiB: split it"
+        )
+    return content
+
+
 def _plain(path: Path) -> str:
-    return path.read_bytes().decode("utf-8-sig")
+    return _content(path).decode("utf-8-sig")
 
 
 def _html(path: Path) -> str:
     """Return the text that a browser would show, a line per block."""
     bs4 = _needed("bs4", "HTML")
-    # Bytes: a page may say itself how it is encoded.
-    soup = bs4.BeautifulSoup(path.read_bytes(), "html.parser")
+    content = _content(path)
+    try:
+        # Bytes: a page may say itself how it is encoded.
+        soup = bs4.BeautifulSoup(content, "html.parser")
+    except Exception as error:
+        # What its parser refuses has an error that is of no narrower kind.
+        reason = " ".join(str(error).split())
+        raise UnreadableError(f"is no HTML that can be read ({reason})") from error
     for hidden in soup(["script", "style", "template", "noscript", "head"]):
         hidden.decompose()
     lines = (" ".join(line.split()) for line in soup.get_text("\n").splitlines())
@@ -79,10 +100,9 @@ def _pdf(path: Path) -> str:
     pypdf = _needed("pypdf", "PDF")
     # It warns of every fault that it mends.
     logging.getLogger("pypdf").setLevel(logging.ERROR)
+    content = io.BytesIO(_content(path))
     try:
-        pages = [page.extract_text() for page in pypdf.PdfReader(path).pages]
-    except OSError:
-        raise
+        pages = [page.extract_text() for page in pypdf.PdfReader(content).pages]
     except Exception as error:
         # pypdf raises errors of its own and builtin ones alike on damaged files.
         raise UnreadableError(f"is no PDF that can be read ({error!r})") from error

@@ -65,6 +65,18 @@ class SeenDocuments:
         self._database.execute("UPDATE documents SET seen = 1 WHERE hash = ?", (name,))
         return Known.REPEATED if found[0] else Known.DONE
 
+    def saw(self, name: TextHash) -> None:
+        """Remember that a document came that is not to be computed here."""
+        self._database.execute("UPDATE documents SET seen = 1 WHERE hash = ?", (name,))
+
+    def learn(self, entry: Entry) -> None:
+        """Take notice of what a document of this run is stored as."""
+        if entry.is_stored:
+            self._database.execute(
+                "UPDATE documents SET document = ? WHERE hash = ?",
+                (entry.document, bytes.fromhex(entry.hash)),
+            )
+
     def keep(self, document_id: str) -> None:
         """A document of this name is in the source and could not be read now."""
         self._database.execute(
@@ -76,16 +88,21 @@ class SeenDocuments:
         return self._select("document != ''", "hit")
 
     def vanished(self) -> Iterator[Entry]:
-        """Yield what earlier runs did and this one's source did not have."""
-        return self._select("NOT seen", "removed")
+        """Yield what earlier runs did and this one's source did not have.
+
+        Texts that differ may have the same tokens: what is stored for them stays as
+        long as one of them does.
+        """
+        return self._select(f"NOT seen AND {_no_other('seen')}", "removed")
 
     def expired(self, now: float) -> Iterator[Entry]:
-        """Yield what earlier runs did and has had its time.
+        """Yield what earlier runs did and has had its time, for all texts it is of.
 
         Args:
             now: In seconds since 1970.
         """
-        return self._select("expires <= ?", "removed", now)
+        others = _no_other("(expires IS NULL OR expires > ?)")
+        return self._select(f"expires <= ? AND {others}", "removed", now, now)
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -129,6 +146,13 @@ class SeenDocuments:
             "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?)",
             (name, _packed(document_id), document, expires, int(seen)),
         )
+
+
+def _no_other(condition: str) -> str:
+    return (
+        f"document NOT IN (SELECT document FROM documents "
+        f"WHERE {condition} AND document IS NOT NULL)"
+    )
 
 
 def _packed(document_id: str) -> bytes:

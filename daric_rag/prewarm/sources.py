@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO
 
 from daric_rag.errors import ConfigError
 from daric_rag.prewarm.items import SourceItem
 from daric_rag.prewarm.manifest import is_manifest
 from daric_rag.prewarm.readers import (
     JSONL_SUFFIXES,
+    MAX_DOCUMENT_BYTES,
     SUFFIXES,
     UnreadableError,
     check_readers,
@@ -24,9 +26,6 @@ from daric_rag.prewarm.readers import (
 )
 
 __all__ = ["JsonFields", "PathSource", "read_json_lines"]
-
-# A line that is longer holds no document that a model could read.
-_MAX_LINE_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +49,8 @@ class PathSource:
     """Documents of files and folders, in a fixed order. Can be read many times.
 
     Of a folder, files of known suffixes at any depth, hidden ones and manifests left
-    out. A file is
-    a document; a ``.jsonl`` file has one per line. A file that is named itself is read
-    whatever its suffix is.
+    out; links are followed. A file is a document; a ``.jsonl`` file has one per line. A
+    file that is named itself is read whatever its suffix is.
 
     Args:
         paths: Files and folders; ``"-"`` is JSON Lines on standard input.
@@ -98,8 +96,14 @@ class PathSource:
                 assert self._stdin is not None
                 yield from read_json_lines(self._stdin, "stdin", self._fields)
                 continue
-            for file in _files_of(path):
-                yield from self._read(file)
+            unread: list[OSError] = []
+            for file in _files_of(path, unread.append):
+                if file != Path(path) and _blocks(file):
+                    yield SourceItem(str(file), error="is no regular file")
+                else:
+                    yield from self._read(file)
+            for error in unread:
+                yield _unread_item(str(error.filename), error)
 
     def _files(self) -> Iterator[Path]:
         for path in self._paths:
@@ -112,8 +116,7 @@ class PathSource:
                 with file.open("rb") as lines:
                     yield from read_json_lines(lines, str(file), self._fields)
             except OSError as error:
-                reason = error.strerror or str(error)
-                yield SourceItem(str(file), error=f"cannot be read ({reason})")
+                yield _unread_item(str(file), error)
             return
         num_bytes = _size(file)
         try:
@@ -132,16 +135,16 @@ def read_json_lines(
     that are named by nothing here.
     """
     number = 0
-    while line := lines.readline(_MAX_LINE_BYTES + 1):
+    while line := lines.readline(MAX_DOCUMENT_BYTES + 1):
         number += 1
         place = f"{name}:{number}"
         num_bytes = len(line)
-        if num_bytes > _MAX_LINE_BYTES:
+        if num_bytes > MAX_DOCUMENT_BYTES:
             while line and not line.endswith(b"\n"):
-                line = lines.readline(_MAX_LINE_BYTES)
+                line = lines.readline(MAX_DOCUMENT_BYTES)
                 num_bytes += len(line)
-            error = f"is longer than {_MAX_LINE_BYTES >> 20} MiB: split it"
-            yield SourceItem(place, error=error, source_bytes=num_bytes)
+            error = f"is longer than {MAX_DOCUMENT_BYTES >> 20} MiB: split it"
+            yield SourceItem(place, None, error, num_bytes, hides_others=True)
         elif line.strip():
             yield _record_item(line, place, fields)
 
@@ -152,12 +155,14 @@ def _record_item(line: bytes, place: str, fields: JsonFields) -> SourceItem:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         why = f"is no JSON ({' '.join(str(error).split())})"
-        return SourceItem(place, error=why, source_bytes=num_bytes)
-    if not isinstance(record, dict) or not isinstance(record.get(fields.text), str):
-        why = f"has no text in the field {fields.text!r}: see --text-field"
-        return SourceItem(place, error=why, source_bytes=num_bytes)
-    own = record.get(fields.id) if fields.id is not None else None
+        # What it was called before it was damaged cannot be told.
+        return SourceItem(place, None, why, num_bytes, hides_others=True)
+    is_record = isinstance(record, dict)
+    own = record.get(fields.id) if is_record and fields.id is not None else None
     name = str(own) if isinstance(own, str | int) and own != "" else place
+    if not is_record or not isinstance(record.get(fields.text), str):
+        why = f"has no text in the field {fields.text!r}: see --text-field"
+        return SourceItem(name, None, why, num_bytes, hides_others=name == place)
     return SourceItem(name, _document(record, fields), source_bytes=num_bytes)
 
 
@@ -173,20 +178,53 @@ def _document(record: dict[str, Any], fields: JsonFields) -> dict[str, Any]:
     return document
 
 
-def _files_of(path: str) -> Iterable[Path]:
+def _unread_item(name: str, error: OSError) -> SourceItem:
+    """Return what tells of a file or folder whose documents are called otherwise."""
+    reason = error.strerror or str(error)
+    return SourceItem(name, error=f"cannot be read ({reason})", hides_others=True)
+
+
+def _files_of(
+    path: str, on_error: Callable[[OSError], None] = lambda _: None
+) -> Iterator[Path]:
+    """Yield a file itself, or a folder's files; what cannot be looked into is told."""
     root = Path(path)
     if not root.is_dir():
         yield root
         return
-    for folder, folders, names in os.walk(root):
+    visited: set[tuple[int, int]] = set()
+    for folder, folders, names in os.walk(root, onerror=on_error, followlinks=True):
+        if not _is_new(folder, visited):
+            # A link to a folder above would have no end.
+            folders.clear()
+            continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             file = Path(folder, name)
             if name.startswith(".") or file.suffix.lower() not in SUFFIXES:
                 continue
             # A job's own record may lie beside the documents.
-            if not is_manifest(file):
+            if _blocks(file) or not is_manifest(file):
                 yield file
+
+
+def _is_new(folder: str, visited: set[tuple[int, int]]) -> bool:
+    try:
+        status = Path(folder).stat()
+    except OSError:
+        return True
+    place = status.st_dev, status.st_ino
+    is_new = place not in visited
+    visited.add(place)
+    return is_new
+
+
+def _blocks(file: Path) -> bool:
+    """Whether reading may wait for ever: pipes, sockets, devices."""
+    try:
+        return not stat.S_ISREG(file.stat().st_mode)
+    except OSError:
+        return False
 
 
 def _size(file: Path) -> int:

@@ -23,7 +23,7 @@ from daric_rag.runtime.launch import build_engine, drop_engine, rank_fields
 from daric_rag.runtime.ranks import total_stats
 from daric_rag.runtime.request_stream import RequestStream, Submission
 from daric_rag.runtime.submissions import SubmissionMaker
-from daric_rag.storage import StoreStats
+from daric_rag.storage import MEMORY, StoreStats, store_name
 
 __all__ = ["EmbeddedEngine"]
 
@@ -39,6 +39,9 @@ class EmbeddedEngine(ClientEngine):
         **vllm_options: Fields of vLLM's ``EngineArgs``, such as ``max_model_len``,
             ``dtype`` or ``kv_cache_memory_bytes``. With
             ``scheduling_policy="priority"`` requests may have priorities.
+
+    Attributes:
+        store_path: The store's folder, absolute; of one in memory a name of its own.
 
     Raises:
         ConfigError: An option is unknown or refused.
@@ -61,6 +64,7 @@ class EmbeddedEngine(ClientEngine):
         self.config = checked_config(config)
         self.model_path = resolve_model(model)
         store_path = None if store is None else os.fspath(store)
+        self.store_path = store_name(store_path if self.config.disk_bytes else MEMORY)
         start = partial(
             build_engine, str(self.model_path), store_path, self.config, vllm_options
         )

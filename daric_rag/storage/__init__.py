@@ -6,6 +6,7 @@ No torch, no vLLM: a record is a header and bytes.
 import os
 import sys
 from pathlib import Path
+from uuid import uuid4
 
 from daric_rag.config import EvictionName
 from daric_rag.storage.base import Record, Tier, TierStats
@@ -33,6 +34,7 @@ __all__ = [
     "load_cipher",
     "open_probe",
     "open_store",
+    "store_name",
 ]
 
 MEMORY = ":memory:"
@@ -80,6 +82,17 @@ def open_probe(
     if path == MEMORY or disk_bytes == 0:
         return StoreProbe(None)
     return StoreProbe(default_store_path() if path is None else path)
+
+
+def store_name(path: str | os.PathLike[str] | None = None) -> str:
+    """Name a store to tell it from others: its folder, absolute.
+
+    One in memory is like no other, and has a new name each time this is called.
+    """
+    if path == MEMORY:
+        return f"{MEMORY}{uuid4().hex}"
+    folder = default_store_path() if path is None else Path(path)
+    return str(folder.expanduser().absolute())
 
 
 def default_store_path() -> Path:

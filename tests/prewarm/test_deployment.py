@@ -7,6 +7,7 @@ import re
 import stat
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ STYLE = YamlLintConfig(
 # Runs in place of the program: writes down how it was called, answers with a code.
 FAKE_DARIC = """#!/bin/sh
 echo "$*" >> {log}
-case "$*" in *verify*) exit {verified};; *export*|*--again*) exit 0;; esac
+case "$*" in *verify*) exit {verified};; *export*) exit 0;; esac
 exit {code}
 """
 
@@ -86,7 +87,7 @@ def test_each_pod_takes_its_shard(
     tmp_path: Path, code: int, ends: int, verified: int
 ) -> None:
     job = load("job.yaml")["spec"]
-    (script,) = job["template"]["spec"]["containers"][0]["args"]
+    script = script_of("job.yaml")
     for name in ("kv", "archives"):
         (tmp_path / name).mkdir()
         script = script.replace(f"/{name}/", f"{tmp_path}/{name}/")
@@ -99,11 +100,58 @@ def test_each_pod_takes_its_shard(
     assert ("--again" in log) == (ends == 0 and verified == 1)
 
 
+def script_of(name: str) -> str:
+    """What a pod runs in its shell."""
+    spec = load(name)["spec"]
+    template = spec.get("jobTemplate", {"spec": spec})["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    assert container["command"] == ["/bin/sh", "-ec"]
+    (script,) = container["args"]
+    return str(script)
+
+
+@pytest.mark.parametrize(("code", "ends"), [(0, 0), (3, 0), (1, 1), (130, 130)])
+def test_a_bad_document_does_not_fail_the_nightly_job(
+    tmp_path: Path, code: int, ends: int
+) -> None:
+    returned, log = shell(script_of("cronjob.yaml"), tmp_path, code)
+    assert (returned, len(log.splitlines())) == (ends, 1)
+
+
+# Takes its time to end in order, as a job that finishes its batch does.
+SLOW_DARIC = """#!/bin/sh
+trap 'sleep 0.3; echo ended >> {log}; exit 130' TERM
+echo started >> {log}
+for _ in $(seq 300); do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "cronjob.yaml"])
+def test_a_drained_pod_ends_in_order(tmp_path: Path, name: str) -> None:
+    program, log = tmp_path / "daric", tmp_path / "log"
+    program.write_text(SLOW_DARIC.format(log=log))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    with subprocess.Popen(
+        ["/bin/sh", "-ec", script_of(name)],
+        env={"PATH": path, "JOB_COMPLETION_INDEX": "0"},
+    ) as pod:
+        try:
+            deadline = time.monotonic() + 30
+            while not log.exists() or not log.read_text():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            pod.terminate()
+            assert pod.wait(30) == 143
+        finally:
+            pod.kill()
+    assert log.read_text().split() == ["started", "ended"]
+
+
 def test_the_nightly_job_has_arguments_that_exist() -> None:
-    pod = load("cronjob.yaml")["spec"]["jobTemplate"]["spec"]["template"]["spec"]
-    arguments = pod["containers"][0]["args"]
+    arguments = script_of("cronjob.yaml")
     text = invoke("run", "--help").output
-    for name in re.findall(r"--[a-z]+", " ".join(arguments)):
+    for name in re.findall(r"--[a-z]+", arguments):
         assert name in text
 
 
@@ -123,7 +171,7 @@ def test_the_cron_script_tells_how_it_ended(
 def test_options_in_scripts_exist(name: str) -> None:
     """Every option of ``daric prewarm`` in a script is one that it has."""
     text = (EXAMPLES / name).read_text().replace("\\\n", " ")
-    commands = re.findall(r"^\s*daric prewarm (?!verify)(.*)$", text, re.M)
+    commands = re.findall(r"^\s*(?:run )?daric prewarm (?!verify)(.*)$", text, re.M)
     assert commands
     shown = invoke("run", "--help").output
     for option in re.findall(r"--[a-z]+", " ".join(commands)):

@@ -430,6 +430,70 @@ def test_a_job_that_was_stopped_gives_nothing_up(
     assert job.run().stopped == "stopped"
 
 
+def test_nothing_is_given_up_where_documents_may_be_hidden(
+    engine: FolderEngine, manifest: Path
+) -> None:
+    run(engine, TEXTS, manifest)
+    hidden = SourceItem("folder", error="cannot be read", hides_others=True)
+    source: list[Any] = [*TEXTS[:3], hidden]
+    job = PrewarmJob(engine, source, manifest=manifest)
+    gone: list[Entry] = []
+    job.on_vanished = gone.extend
+    assert job.run().stopped == "unreadable"
+    assert gone == []
+    # The next run may see everything.
+    del source[-1]
+    assert job.run().stopped == ""
+    assert len(gone) == 17
+
+
+def test_vanished_documents_are_written_down_before_they_go(
+    engine: FolderEngine, manifest: Path
+) -> None:
+    run(engine, TEXTS, manifest)
+    job = PrewarmJob(engine, TEXTS[:18], manifest=manifest)
+    written: list[str] = []
+    job.on_vanished = lambda _: written.extend(e.status for e in entries(manifest))
+    job.run()
+    assert written[-2:] == ["removed"] * 2
+
+
+def test_every_entry_has_its_time(engine: FolderEngine, manifest: Path) -> None:
+    run(engine, [TEXTS[0], TEXTS[1]], manifest)
+    synced(engine, [TEXTS[0], " ", SourceItem("x", error="cannot be read")], manifest)
+    statuses = {entry.status for entry in entries(manifest)}
+    assert statuses == {"computed", "skipped", "failed", "removed"}
+    assert all(entry.time > 0 for entry in entries(manifest))
+
+
+def test_documents_of_other_shards_have_not_vanished(
+    engine: FolderEngine, manifest: Path
+) -> None:
+    run(engine, TEXTS, manifest)
+    job = PrewarmJob(
+        engine, TEXTS[:18], manifest=manifest, options=JobOptions(shard=Shard(1, 2))
+    )
+    gone: list[str] = []
+    job.on_vanished = lambda found: gone.extend(entry.id for entry in found)
+    assert job.run().totals.others > 0
+    assert gone == ["item 18", "item 19"]
+
+
+def test_vanished_documents_make_room(engine: FolderEngine, manifest: Path) -> None:
+    run(engine, TEXTS, manifest)
+    with_disk(engine, 10_000)
+    source = ["quite new words", *TEXTS[:18]]
+    job = PrewarmJob(
+        engine, source, manifest=manifest, options=JobOptions(budget_bytes=1)
+    )
+    gone: list[str] = []
+    job.on_vanished = lambda found: gone.extend(entry.id for entry in found)
+    report = job.run()
+    assert report.stopped == "budget"
+    assert report.totals.computed == 0
+    assert gone == ["item 18", "item 19"]
+
+
 @pytest.mark.parametrize(
     "options",
     [

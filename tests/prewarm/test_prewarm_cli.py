@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import watchfiles
 from typer.testing import CliRunner
 
 from daric_rag import cli, prewarm_run
@@ -22,8 +23,14 @@ from daric_rag.prewarm import Manifest
 from daric_rag.prewarm_settings import Settings
 from daric_rag.storage import DiskTier
 from daric_rag.storage.documents import DocumentTree
+from tests.prewarm import engines
 from tests.prewarm.engines import DiskEngine
-from tests.storage.records import CAPACITY_BYTES, RECORD_BYTES, record_files
+from tests.storage.records import (
+    CAPACITY_BYTES,
+    OTHER_FINGERPRINT,
+    RECORD_BYTES,
+    record_files,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -189,6 +196,68 @@ def test_sync_does_not_take_a_lost_folder_for_an_empty_corpus(corpus: Path) -> N
     with pytest.raises(ConfigError, match="no document at all"):
         warm(corpus, "--sync", "evict")
     assert len(stored()) == 5
+
+
+def test_sync_gives_up_nothing_where_a_record_is_damaged(corpus: Path) -> None:
+    lines = [f'{{"id": "{n}", "text": "record {n} of words"}}\n' for n in range(3)]
+    (corpus / "c.jsonl").write_text("".join(lines))
+    warm(corpus)
+    (corpus / "c.jsonl").write_text(lines[0] + lines[1][:20] + "\n" + lines[2])
+    done = warm(corpus, "--sync", "evict", exit_code=3)
+    assert (done["stopped"], done["removed"]) == ("unreadable", 0)
+    assert len(stored()) == 8
+    result = invoke(corpus, "--model", "tiny", "--sync", "evict")
+    assert "nothing was given up" in result.stdout
+
+
+@pytest.mark.parametrize("option", ["--pin", "--sync=evict"])
+def test_a_server_that_does_not_tell_its_model_may_be_one_of_several(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.setattr(DiskEngine, "fingerprints", lambda _: [])
+    assert answer(corpus, "--url", "u", option)["computed"] == 5
+    monkeypatch.setattr(engines, "FINGERPRINT", OTHER_FINGERPRINT)
+    (corpus / "new.txt").write_text("words of another model")
+    assert warm(corpus)["computed"] == 1
+    for path in corpus.glob("[0-3].txt"):
+        path.unlink()
+    with pytest.raises(ConfigError, match="documents of 2 models"):
+        answer(corpus, "--url", "u", option)
+    assert len(stored()) == 6
+
+
+@pytest.mark.parametrize(("budget", "limit"), [((), 32), (("--budget", "40GiB"), 40)])
+def test_the_engine_may_hold_more_than_the_job_fills(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, budget: Any, limit: int
+) -> None:
+    given: list[Settings] = []
+
+    def opened(settings: Settings, store: str | None) -> DiskEngine:
+        given.append(settings)
+        return DiskEngine(store or settings.store_folder(), settings.config())
+
+    monkeypatch.setattr(prewarm_run, "open_engine", opened)
+    warm(corpus, *budget)
+    assert given[0].job_options().budget_bytes == limit << 30
+    assert given[0].config().disk_bytes == (limit + 8) << 30
+
+
+def test_a_watch_outlives_a_folder_that_is_gone_for_a_moment(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changes(*_: Any, **__: Any) -> Iterator[set[int]]:
+        yield set()
+        away = corpus.rename("away")
+        yield {1}
+        away.rename(corpus)
+        (corpus / "new.txt").write_text("quite new words")
+        yield {1}
+
+    monkeypatch.setattr(watchfiles, "watch", changes)
+    result = invoke(corpus, "--model", "tiny", "--watch")
+    assert "does not exist" in result.stderr
+    assert "1 documents computed" in result.stdout
+    assert len(stored()) == 6
 
 
 def test_expire_evicts_what_has_had_its_time(corpus: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from pypdf import PdfWriter
 
 from daric_rag.errors import ConfigError
-from daric_rag.prewarm import JsonFields, PathSource, SourceItem, items_of
+from daric_rag.prewarm import JsonFields, PathSource, SourceItem, items_of, readers
 from daric_rag.prompt import PromptBuilder
 
 PAGE = b"BT /F1 12 Tf 10 50 Td (Opening hours) Tj ET"
@@ -91,6 +92,81 @@ def test_what_cannot_be_read_is_told_and_stops_nothing(tmp_path: Path) -> None:
     assert "No such file" in errors[3]
 
 
+def test_html_that_its_parser_refuses_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_bytes(b"<p>a<![foo[ x")
+    (tmp_path / "b.txt").write_text("good")
+    first, second = PathSource([tmp_path])
+    assert "is no HTML" in first.error
+    assert second.error == ""
+
+
+def test_pipes_in_a_folder_are_not_waited_for(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.jsonl"):
+        os.mkfifo(tmp_path / name)
+    errors = [item.error for item in PathSource([tmp_path])]
+    assert errors == ["is no regular file"] * 2
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.html", "a.pdf"])
+def test_a_file_that_is_too_long_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 1 << 20)
+    with (tmp_path / name).open("wb") as file:
+        file.truncate((1 << 20) + 1)
+    (item,) = PathSource([tmp_path])
+    assert item.error == "is longer than 1 MiB: split it"
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(100)
+    (item,) = PathSource([tmp_path])
+    assert "is longer" not in item.error
+
+
+def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
+    corpus, linked = tmp_path / "corpus", tmp_path / "linked"
+    for folder in (corpus, linked):
+        folder.mkdir()
+        (folder / "a.txt").write_text(folder.name)
+    (corpus / "more").symlink_to(linked)
+    (linked / "back").symlink_to(corpus)
+    assert read(corpus) == {
+        str(corpus / "a.txt"): "corpus",
+        str(corpus / "more" / "a.txt"): "linked",
+    }
+
+
+def test_a_folder_that_cannot_be_looked_into_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (tmp_path / "a.txt").write_text("good")
+    scandir = os.scandir
+
+    def refused(path: Any) -> Any:
+        if os.fspath(path) == str(inner):
+            raise PermissionError(13, "Permission denied", str(inner))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    good, bad = PathSource([tmp_path])
+    assert (good.error, good.hides_others) == ("", False)
+    assert bad == SourceItem(
+        str(inner), error="cannot be read (Permission denied)", hides_others=True
+    )
+
+
+def test_it_is_told_where_other_documents_may_be_hidden(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"id": "a"}\n{"id": "b", "te\n{"no": "id"}\n')
+    found = [(item.id, item.hides_others) for item in PathSource([path])]
+    assert found == [("a", False), (f"{path}:2", True), (f"{path}:3", True)]
+    path.unlink()
+    path.symlink_to(tmp_path / "nowhere.jsonl")
+    (item,) = PathSource([tmp_path])
+    assert item.hides_others
+
+
 def test_json_lines_have_names_for_fields(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     records = [
@@ -158,13 +234,13 @@ def test_a_folder_is_not_read_before_it_is_needed(
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text(str(number))
     opened: list[str] = []
-    read_bytes = Path.read_bytes
+    open_path = Path.open
 
-    def spy(path: Path) -> bytes:
+    def spy(path: Path, mode: str) -> Any:
         opened.append(path.name)
-        return read_bytes(path)
+        return open_path(path, mode)
 
-    monkeypatch.setattr(Path, "read_bytes", spy)
+    monkeypatch.setattr(Path, "open", spy)
     items = iter(PathSource([tmp_path]))
     assert opened == []
     next(items)

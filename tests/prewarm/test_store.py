@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from daric_rag.prewarm import JobOptions, Manifest, PrewarmJob
+from daric_rag.prewarm import JobOptions, Manifest, PrewarmJob, refresh
 from daric_rag.prewarm.audit import audit
+from daric_rag.prewarm.options import engine_identity
 from daric_rag.prewarm.refresh import expire, give_up, pin_all
 from daric_rag.prewarm.templates import FILE_NAME, note_template, other_templates
+from daric_rag.storage import store_name
 from daric_rag.storage.documents import DocumentTree
 from tests.prewarm.engines import DiskEngine
 from tests.storage.records import record_files
@@ -123,6 +125,46 @@ def test_documents_go_when_their_time_is_over(
     assert run(engine, manifest, TEXTS)[1].totals.computed == 2
 
 
+def test_what_two_texts_share_stays_with_the_last_one(
+    engine: DiskEngine, manifest: Manifest
+) -> None:
+    run(engine, manifest, TEXTS[:3])
+    # Other texts of the same tokens; this engine's tokens are words.
+    same = [TEXTS[0], "document  1 of some words"]
+    job = PrewarmJob(engine, same, manifest=manifest.path)
+    job.on_vanished = lambda entries: give_up(engine.disk, job.header, entries, "evict")
+    assert job.run().totals.removed == 1
+    assert num_documents(engine) == 2
+    assert audit(manifest, engine.disk).is_good
+
+
+def test_what_two_texts_share_goes_when_both_have_had_their_time(
+    engine: DiskEngine, manifest: Manifest
+) -> None:
+    run(engine, manifest, TEXTS[:1], lifetime_s=100)
+    run(engine, manifest, ["document  0 of some words"], lifetime_s=1000)
+    now = min(entry.time for entry in manifest.entries())
+    assert expire(engine.disk, manifest, now=now + 500) == (0, 0)
+    assert audit(manifest, engine.disk).is_good
+    assert expire(engine.disk, manifest, now=now + 2000)[0] == 2
+    assert num_documents(engine) == 0
+
+
+def test_expiry_is_written_down_before_documents_go(
+    engine: DiskEngine, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(engine, manifest, TEXTS[:1], lifetime_s=1)
+    written: list[tuple[str, bool]] = []
+
+    def spy(*_: Any) -> int:
+        written.extend((e.status, e.time > 0) for e in manifest.entries())
+        return 0
+
+    monkeypatch.setattr(refresh, "give_up", spy)
+    expire(engine.disk, manifest, now=1e12)
+    assert written[1:] == [("removed", True)]
+
+
 def test_a_store_that_was_emptied_is_found_out(
     engine: DiskEngine, manifest: Manifest
 ) -> None:
@@ -146,3 +188,21 @@ def test_a_store_knows_its_templates(engine: DiskEngine) -> None:
     with closing(DiskEngine(folder)) as again:
         assert again.disk.reclaim().nbytes == 0
     assert (folder / FILE_NAME).exists()
+
+
+class Engine:
+    """Tells where its store is, as embedded ones do."""
+
+    def __init__(self, store: str) -> None:
+        self.store_path = store_name(store)
+
+
+def test_a_manifest_knows_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert engine_identity(Engine("store"))["store"] == str(tmp_path / "store")
+    assert engine_identity(Engine("other"))["store"] != str(tmp_path / "store")
+    first, second = (engine_identity(Engine(":memory:"))["store"] for _ in range(2))
+    assert first.startswith(":memory:")
+    assert first != second
