@@ -9,9 +9,18 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 from hypothesis import settings
+
+
+class Closable(Protocol):
+    """What engines are kept in; it can be used again."""
+
+    def close(self) -> None:
+        """Close them."""
+
 
 # No deadline: on two busy cores single examples are slow without being wrong.
 # No database: a run depends on the code alone.
@@ -20,6 +29,9 @@ settings.load_profile("daric")
 
 
 ALL_CPUS = os.sched_getaffinity(0)
+
+shared_engines: list[Closable] = []
+"""Kept open between tests, of any module; vLLM allows one engine per process."""
 
 
 def pytest_configure() -> None:

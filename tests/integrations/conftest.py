@@ -7,6 +7,15 @@ from typing import NoReturn
 
 import pytest
 
+from tests.conftest import shared_engines
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_shared_engine() -> None:
+    """Sees to it that a module can open an engine of its own."""
+    for pool in shared_engines:
+        pool.close()
+
 
 @pytest.fixture(autouse=True)
 def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,4 +259,4 @@ def vllm_error(message: str, code: int, param: str | None = None) -> dict[str, A
 
 
 def remote_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("daric-")]
+    return [t.name for t in threading.enumerate() if t.name == "daric-remote"]

@@ -109,6 +109,20 @@ def test_every_engine_has_the_methods_of_the_protocol(name: str) -> None:
     assert inspect.signature(getattr(ClientEngine, name)) == wanted
 
 
+async def test_closing_ends_the_threads_that_lay_out() -> None:
+    before = set(threading.enumerate())
+    engine = HandEngine()
+    asking = asyncio.ensure_future(engine.agenerate(PROMPT))
+    async with asyncio.timeout(10):
+        while not engine.puts:
+            await asyncio.sleep(0.001)
+    assert set(threading.enumerate()) > before
+    engine.close()
+    assert set(threading.enumerate()) <= before
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+
+
 async def test_a_closed_engine_says_so_where_its_threads_are_gone() -> None:
     engine = HandEngine()
     engine.close()

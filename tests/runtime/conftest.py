@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import shared_engines
 from tests.reference.dense import DenseReference, load_reference
 from tests.reference.tiny_models import build
 from tests.runtime.harness import Harness
@@ -64,6 +65,7 @@ def harness_of(
 ) -> Iterator[HarnessPool]:
     """Gives a harness of a kind and options, shared by the tests that ask alike."""
     pool = HarnessPool(tiny_model, reference_of)
+    shared_engines.append(pool)
     yield pool
     pool.close()
 

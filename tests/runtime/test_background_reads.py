@@ -178,6 +178,7 @@ def test_closing_does_not_wait_for_what_has_not_begun(
 ) -> None:
     disk = disk_of()
     reads = disk.reads.start([(keys(101 + i), [600]) for i in range(3)])
+    disk.wait_until_reading(101)
     threading.Timer(0.05, disk.go.release).start()
     disk.reads.close()
     assert [read.future.cancelled() for read in reads] == [False, True, True]

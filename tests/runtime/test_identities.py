@@ -129,8 +129,10 @@ def _ordinary_tolerance(harness: Harness, chunks: Sequence[TokenIds]) -> Toleran
 
     With block alignment this model sees runs of equal padding tokens, whose keys are
     ill-conditioned: on them float32 differs from float64 by up to 6e-4 within the
-    reference itself, and full prefill in vLLM from the reference by 8e-4.
+    reference itself, which is then the least, and full prefill in vLLM from the
+    reference by 8e-4. How far an order of summation is off is not known beforehand.
     """
+    least = 6e-4 if harness.engine.config.alignment == "block" else 2e-4
     layout = harness.engine.layout(TokenPrompt(chunks))
     harness.run((layout.token_ids,), max_tokens=1)
     found = harness.last_cache(layout.prompt_len)
@@ -138,4 +140,4 @@ def _ordinary_tolerance(harness: Harness, chunks: Sequence[TokenIds]) -> Toleran
     harness.engine.clear_prefix_cache()
     noise = float((found.keys - expected.keys).abs().max())
     assert noise < 2e-3
-    return Tolerance(kv=max(2e-4, 2 * noise))
+    return Tolerance(kv=max(least, 2 * noise))
