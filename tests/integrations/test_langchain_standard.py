@@ -76,8 +76,14 @@ class TestIntegration(_Abilities, ChatModelIntegrationTests):
     @property
     def chat_model_params(self) -> dict[str, Any]:
         # Of 135 million parameters, the model answers in words unless it is told to
-        # call a tool, and the suite's agent does not tell it.
-        return {"engine": self.engine, "tool_choice": "any", "max_tokens": 128}
+        # call a tool, and the suite's agent does not tell it. Unless repeating itself
+        # costs it something, it ends no sentence, and an answer cut short is refused.
+        return {
+            "engine": self.engine,
+            "tool_choice": "any",
+            "max_tokens": 256,
+            "repetition_penalty": 1.2,
+        }
 
     @property
     def enable_vcr_tests(self) -> bool:
