@@ -82,7 +82,7 @@ class TestIntegration(_Abilities, ChatModelIntegrationTests):
             "engine": self.engine,
             "tool_choice": "any",
             "max_tokens": 256,
-            "repetition_penalty": 1.2,
+            "frequency_penalty": 0.3,
         }
 
     @property
