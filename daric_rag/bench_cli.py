@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from daric_rag.cli_common import (
+    Data,
     Json,
     Model,
     Store,
@@ -259,13 +260,7 @@ def prewarm_bench(
         int, typer.Option(min=1, help="How many passages, each in one round.")
     ] = 40,
     repeats: Repeats = 4,
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="JSONL file of questions (see daric_rag/data); may be repeated.",
-            show_default="the three shipped sets",
-        ),
-    ] = None,
+    data: Data = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:

@@ -12,13 +12,13 @@ import json
 import os
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO
 
 import typer
 
 from daric_rag.bench_cli import bench_app
 from daric_rag.cli_common import (
+    Data,
     Json,
     Model,
     Store,
@@ -59,13 +59,7 @@ app.command()(serve_command)
 @app.command()
 def demo(
     model: Model = "smollm2-135m",
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="JSONL file of questions (see daric_rag/data); may be repeated.",
-            show_default="the three shipped sets",
-        ),
-    ] = None,
+    data: Data = None,
     store: Store = None,
     questions: Annotated[int, typer.Option(min=1, help="How many questions.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 32,

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,6 +39,13 @@ Store = Annotated[
     typer.Option(
         help="Folder of the KV store, or :memory:.",
         show_default="a temporary folder, deleted at the end",
+    ),
+]
+Data = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="JSONL file of questions (see daric_rag/data); may be repeated.",
+        show_default="the three shipped sets",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Nothing but JSON on stdout.")]

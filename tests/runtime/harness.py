@@ -221,8 +221,12 @@ def common_len(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def own_threads() -> set[str]:
-    """Names of this package's threads."""
-    return {t.name for t in threading.enumerate() if t.name.startswith("daric")}
+    """Names of this package's threads, but for the one that is no engine's.
+
+    Where integrations were used, a process keeps it to its end.
+    """
+    names = {t.name for t in threading.enumerate() if t.name.startswith("daric")}
+    return names - {"daric-engine-source"}
 
 
 def finished(deltas: Iterable[Delta]) -> Completion:
