@@ -67,6 +67,10 @@ class DaricConfig:
             lists of chunks are accepted. It never reaches the model.
         host_bytes: Capacity of the host-memory tier, in bytes, at least 1.
         disk_bytes: Capacity of the disk tier, in bytes, at least 1.
+        require_disk: Whether memory keeps nothing that the disk tier does not take,
+            so that computing waits for a slow disk. For engines that pre-warm, where a
+            document that is in memory alone is gone with the job; one that answers
+            rather goes on without the disk copy.
         eviction: Which documents go first when a tier is full: ``"frequency"`` (those
             of least recent and frequent use, so that a flood of new documents does not
             wipe the popular ones) or ``"lru"``.
@@ -90,6 +94,7 @@ class DaricConfig:
     delimiter: str | None = None
     host_bytes: int = 4 * GIB
     disk_bytes: int = 32 * GIB
+    require_disk: bool = False
     eviction: EvictionName = "frequency"
     kv_storage: KvStorageName = "model"
     encryption_key_file: str | None = None
@@ -107,6 +112,10 @@ class DaricConfig:
         _check_positive("max_segment_len", self.max_segment_len, unit="tokens")
         _check_positive("host_bytes", self.host_bytes, unit="bytes")
         _check_positive("disk_bytes", self.disk_bytes, unit="bytes")
+        if not isinstance(self.require_disk, bool):
+            raise ConfigError(
+                f"require_disk is {shown(self.require_disk)}; it must be True or False"
+            )
         _check_ratio("initial_ratio", self.initial_ratio)
         _check_text("namespace", self.namespace)
         if len(self.namespace) > MAX_NAMESPACE_LEN:

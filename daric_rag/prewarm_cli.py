@@ -84,6 +84,14 @@ def run(
     template: Annotated[
         str, typer.Option(help="PromptBuilder's document_template.")
     ] = "{text}",
+    splitter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:OBJECT",
+            help="Cuts documents as the retriever's index does: an object with "
+            "split_text, or a function.",
+        ),
+    ] = None,
     namespace: Annotated[str, typer.Option(help="Tenant.")] = "default",
     text_field: Annotated[str, typer.Option(help="Of JSON Lines.")] = "text",
     title_field: Annotated[str, typer.Option(help="Of JSON Lines.")] = "title",
@@ -144,6 +152,7 @@ def run(
         key_file=key_file,
         manifest=manifest_path(manifest, shard),
         template=template,
+        splitter=splitter,
         namespace=namespace,
         fields=(text_field, title_field, source_field, id_field),
         shard=shard,

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import typer
@@ -19,10 +15,11 @@ import typer
 from daric_rag.cli_common import make_console, resolved
 from daric_rag.errors import ConfigError, DaricError
 from daric_rag.prewarm_settings import Settings
+from daric_rag.prewarm_signals import INTERRUPTED, Stop
 from daric_rag.store_options import opened, print_json
 
 if TYPE_CHECKING:
-    from daric_rag.prewarm import Entry, JobReport, PathSource, PrewarmJob
+    from daric_rag.prewarm import Entry, JobReport, PathSource
 
 __all__ = [
     "dry_run_of",
@@ -34,13 +31,13 @@ __all__ = [
 
 _WATCH_STEP_MS = 500
 
-_FAILED, _NO_ROOM, _INTERRUPTED = 3, 4, 130
+_FAILED, _NO_ROOM = 3, 4
 
 
 def exit_code_of(report: JobReport) -> int:
     """Return the exit code that tells how a job ended."""
     if report.stopped == "stopped":
-        return _INTERRUPTED
+        return INTERRUPTED
     if report.stopped == "budget":
         return _NO_ROOM
     unread = report.stopped == "unreadable"
@@ -49,10 +46,11 @@ def exit_code_of(report: JobReport) -> int:
 
 def run_job(settings: Settings, *, as_json: bool) -> JobReport:
     """Run a job once, and tell how it ended."""
-    source = settings.source()
+    stop = Stop()
+    source = settings.source(stop.stdin)
     with (
         _engine(settings, settings.store, as_json=as_json) as engine,
-        _stopped_by_signals() as stop,
+        stop.takes_signals(),
     ):
         outcome = _run_on(engine, settings, source, stop)
     outcome.tell(as_json=as_json)
@@ -70,9 +68,10 @@ def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
             "--watch needs watchfiles: pip install 'daric-rag[prewarm]'"
         ) from error
     settings.source()
+    stop = Stop()
     with (
         _engine(settings, settings.store, as_json=as_json) as engine,
-        _stopped_by_signals() as stop,
+        stop.takes_signals(),
     ):
         changes = watch(
             *settings.watched_folders(),
@@ -143,7 +142,7 @@ def dry_run_of(settings: Settings, *, as_json: bool) -> None:
 
 
 def _run_on(
-    engine: Any, settings: Settings, source: PathSource, stop: _Stop
+    engine: Any, settings: Settings, source: PathSource, stop: Stop
 ) -> _Outcome:
     from daric_rag.evaluation.prewarm_view import (
         report_json,
@@ -219,42 +218,6 @@ def open_engine(settings: Settings, store: str | None) -> Any:
         config=settings.config(),
         **settings.vllm_options(),
     )
-
-
-class _Stop:
-    """Has the first signal stop a job in order, and the second one at once."""
-
-    def __init__(self) -> None:
-        self.event = Event()
-        self._job: PrewarmJob | None = None
-
-    def attach(self, job: PrewarmJob) -> None:
-        """Say which job is to be stopped."""
-        self._job = job
-        if self.event.is_set():
-            job.stop()
-
-    def handle(self, *_: object) -> None:
-        """Take a signal."""
-        if self.event.is_set():
-            # As after kill -9: the next run looks up what it does not know.
-            os._exit(_INTERRUPTED)
-        self.event.set()
-        if self._job is not None:
-            self._job.stop()
-        sys.stderr.write("finishing the batch; interrupt again to stop at once\n")
-
-
-@contextmanager
-def _stopped_by_signals() -> Iterator[_Stop]:
-    stop = _Stop()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, stop.handle) for number in numbers}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _check_template(settings: Settings, template: str) -> None:

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from daric_rag.config import DaricConfig
 from daric_rag.errors import ConfigError
@@ -32,6 +32,7 @@ class Settings:
     key_file: str | None
     manifest: Path
     template: str
+    splitter: str | None
     namespace: str
     fields: tuple[str, str, str, str]
     shard: str
@@ -96,6 +97,7 @@ class Settings:
             # which it cannot see to the last byte while others write.
             disk_bytes=max(self.budget_bytes or 0, default.disk_bytes)
             + _HEADROOM_BYTES,
+            require_disk=True,
             encryption_key_file=self.key_file,
         )
 
@@ -106,12 +108,19 @@ class Settings:
         path = default_store_path() if self.store is None else Path(self.store)
         return str(path.expanduser().absolute())
 
-    def source(self) -> PathSource:
-        """Return what the paths hold."""
-        from daric_rag.prewarm import JsonFields, PathSource
+    def source(self, stdin: BinaryIO | None = None) -> PathSource:
+        """Return what the paths hold.
 
-        stdin = None if sys.stdin is None else sys.stdin.buffer
-        return PathSource(self.sources, JsonFields(*self.fields), stdin)
+        Args:
+            stdin: Stands for standard input.
+        """
+        from daric_rag.prewarm import JsonFields, PathSource
+        from daric_rag.prewarm.splitting import load_splitter
+
+        if stdin is None and sys.stdin is not None:
+            stdin = sys.stdin.buffer
+        split = None if self.splitter is None else load_splitter(self.splitter)
+        return PathSource(self.sources, JsonFields(*self.fields), stdin, split)
 
     def watched_folders(self) -> list[Path]:
         """Return the folders that tell of changes; of a file its own one.

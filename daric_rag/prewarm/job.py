@@ -139,7 +139,8 @@ class PrewarmJob:
             # What vanished makes room, and only the whole source tells what did.
             if is_full and self.on_vanished is None:
                 return "budget"
-        if self._stopping.is_set() and run.has_rest:
+        if self._stopping.is_set():
+            # The source may have ended only because it was asked to.
             return "stopped"
         return "budget" if is_full or not run.take_rest() else ""
 

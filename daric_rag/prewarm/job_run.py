@@ -105,11 +105,6 @@ class JobRun:
         batches = self._packer.add(document, len(document.part.text))
         return all(self._submit(batch) for batch in batches)
 
-    @property
-    def has_rest(self) -> bool:
-        """Whether documents were taken in that the engine has not got yet."""
-        return not self._packer.is_empty
-
     def take_rest(self) -> bool:
         """Hand over what is packed; returns whether the store has room for it."""
         batch = self._packer.take()
@@ -258,8 +253,9 @@ _NOT_KEPT = (
 
 def _doubted(entry: Entry) -> Entry:
     """Return an entry as it is to be told where the store has lost something."""
-    if entry.status != "computed":
+    if not entry.is_stored:
         return entry
+    # A hit too, which may have been of memory alone.
     return replace(entry, status="failed", error=_NOT_KEPT)
 
 

@@ -54,11 +54,6 @@ class Packer(Generic[_Item]):
             full.append(self.take())
         return full
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no document waits for its batch to be full."""
-        return not self._items
-
     def take(self) -> list[_Item]:
         """Return what is there, a batch or nothing; it is empty then."""
         items, self._items, self._num_chars = self._items, [], 0

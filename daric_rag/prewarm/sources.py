@@ -24,6 +24,7 @@ from daric_rag.prewarm.readers import (
     check_readers,
     read_text,
 )
+from daric_rag.prewarm.splitting import Split, split_items
 
 __all__ = ["JsonFields", "PathSource", "read_json_lines"]
 
@@ -56,6 +57,7 @@ class PathSource:
         paths: Files and folders; ``"-"`` is JSON Lines on standard input.
         fields: Of JSON Lines records.
         stdin: Read for ``"-"``.
+        split: Cuts texts into pieces, which are documents then; see `splitting`.
 
     Raises:
         ConfigError: A path does not exist, or what reads such files is missing.
@@ -66,11 +68,12 @@ class PathSource:
         paths: Sequence[str | os.PathLike[str]],
         fields: JsonFields | None = None,
         stdin: BinaryIO | None = None,
+        split: Split | None = None,
     ) -> None:
         """Look at the paths, so that a wrong one is told before any work."""
         self._paths = [os.fspath(path) for path in paths]
         self._fields = fields or JsonFields()
-        self._stdin = stdin
+        self._stdin, self._split = stdin, split
         if not self._paths:
             raise ConfigError("no source is named: give files, folders, or - for stdin")
         for path in self._paths:
@@ -91,6 +94,11 @@ class PathSource:
 
     def __iter__(self) -> Iterator[SourceItem]:
         """Yield every document, or why it cannot be read."""
+        if self._split is None:
+            return self._read_all()
+        return split_items(self._read_all(), self._split)
+
+    def _read_all(self) -> Iterator[SourceItem]:
         for path in self._paths:
             if path == "-":
                 assert self._stdin is not None

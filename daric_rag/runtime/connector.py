@@ -109,6 +109,7 @@ class DaricConnector(KVConnectorBase_V1):
                 disk_bytes=config.disk_bytes,
                 eviction=config.eviction,
                 cipher=load_cipher(config.encryption_key_file),
+                require_disk=config.require_disk,
             )
             self.worker = WorkerSide(
                 tiers,

@@ -47,6 +47,7 @@ def open_store(
     disk_bytes: int,
     eviction: EvictionName = "frequency",
     cipher: RecordCipher | None = None,
+    require_disk: bool = False,
 ) -> TieredStore:
     """Open a store, with the records that its folder already holds.
 
@@ -57,6 +58,7 @@ def open_store(
         disk_bytes: Budget on disk.
         eviction: What goes first when a budget is used up, see `daric_rag.eviction`.
         cipher: Encrypts the records on disk; None leaves them plain.
+        require_disk: Whether memory keeps nothing that the disk does not take.
 
     Raises:
         StoreError: If the folder cannot be used; the text names the mend.
@@ -72,7 +74,7 @@ def open_store(
         policy=eviction,
         cipher=cipher,
     )
-    return TieredStore(host, disk)
+    return TieredStore(host, disk, require_disk=require_disk)
 
 
 def open_probe(

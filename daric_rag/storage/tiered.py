@@ -44,8 +44,7 @@ class TieredStore:
     its reader a recomputation and nothing else. So what a request waits for does not
     wait for a busy index or a slow disk: `write` does for `submit_timeout_s` at most,
     `contains` and `take_evicted` for milliseconds, and a read only for its files.
-    `flush`, `close`, `pin`, `unpin`, `delete`, and `write` if it is to write through
-    return when it is done.
+    `flush`, `close`, `pin`, `unpin` and `delete` return when it is done.
 
     Args:
         host: The upper tier; owned and closed by the store.
@@ -55,7 +54,9 @@ class TieredStore:
             default, but 64 to 256 MiB.
         submit_timeout_s: Seconds that `write` waits for room in that queue before
             it gives up the disk copy.
-        write_through: Whether `write` returns only when the disk has the record.
+        require_disk: Whether memory keeps nothing that the disk does not take:
+            `write` waits for room as long as it takes, and a record that could not
+            be written is lost. Nothing changes where there is no disk tier.
     """
 
     def __init__(
@@ -65,12 +66,12 @@ class TieredStore:
         *,
         max_pending_bytes: int | None = None,
         submit_timeout_s: float = _SUBMIT_TIMEOUT_S,
-        write_through: bool = False,
+        require_disk: bool = False,
     ) -> None:
         self.host: Final = host
         self.disk: Final = disk
-        self._write_through = write_through
-        self._submit_timeout_s = None if write_through else submit_timeout_s
+        self._require_disk = require_disk
+        self._submit_timeout_s = None if require_disk else submit_timeout_s
         self._lock = threading.Lock()
         self._dropped_writes, self._closed = 0, False
         self._promotion = Promotion(host)
@@ -81,7 +82,7 @@ class TieredStore:
             max_pending_bytes = min(_MAX_PENDING_BYTES, half)
         # Nothing of the writer may refer to the store, or it would never end.
         self._writer = WriteBehind(
-            partial(save, host, disk, self._lost),
+            partial(save, host, disk, self._lost, require_disk=require_disk),
             max_pending_bytes=max_pending_bytes,
             on_exit=disk.close_thread if disk is not None else lambda: None,
             on_idle=disk.save_uses if disk is not None else lambda: None,
@@ -172,19 +173,20 @@ class TieredStore:
         record = Record(header, payload, side_data)
         fits_host = record.record_bytes <= self.host.capacity_bytes
         disk_bytes = 0 if self.disk is None else self.disk.capacity_bytes
-        if not fits_host and record.record_bytes > disk_bytes:
+        fits_disk = record.record_bytes <= disk_bytes
+        if self.disk is not None and self._require_disk and not fits_disk:
+            check_fits(record, disk_bytes, "disk_bytes")
+        if not fits_host and not fits_disk:
             check_fits(record, self.host.capacity_bytes, "host_bytes")
         if fits_host:
             self.host.write(record)
         if self.disk is None:
             return
-        if record.record_bytes > disk_bytes or not self._writer.submit(
+        if not fits_disk or not self._writer.submit(
             record, timeout_s=self._submit_timeout_s
         ):
             with self._lock:
                 self._dropped_writes += 1
-        elif self._write_through:
-            self._writer.wait_for(record.key)
 
     def delete(self, key: bytes) -> None:
         """Forget a record in every tier; a key that is absent is no error."""

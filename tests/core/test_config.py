@@ -71,6 +71,7 @@ def test_survives_json_and_pickle(config):
         ("delimiter", b"##"),
         ("host_bytes", 0),
         ("disk_bytes", 1.5),
+        ("require_disk", "yes"),
     ],
 )
 def test_refuses_a_bad_value_and_names_it(field, value):

@@ -269,6 +269,20 @@ def test_expire_evicts_what_has_had_its_time(corpus: Path) -> None:
     assert stored() == []
 
 
+def test_a_splitter_is_named_and_its_pieces_are_stored(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("own_splitter.py").write_text("def cut(text):\n    return [text[:8], text]\n")
+    done = warm(corpus, "--splitter", "own_splitter:cut")
+    # What all documents begin with is stored once.
+    assert (done["computed"], done["repeated"]) == (6, 4)
+    assert len(stored()) == 6
+    # Without it, the sources have none of the pieces but the whole texts.
+    assert warm(corpus, "--sync", "evict")["known"] == 5
+    assert len(stored()) == 5
+
+
 def test_another_template_is_warned_of(corpus: Path) -> None:
     assert "warning" not in invoke(corpus, "--model", "tiny").stderr
     other = invoke(corpus, "--model", "tiny", "--template", "> {text}")
@@ -289,6 +303,7 @@ def test_another_template_is_warned_of(corpus: Path) -> None:
         (["--model", "m", "--budget", "x"], "is no size"),
         (["--model", "m", "--ttl", "x"], "is no time"),
         (["--model", "m", "--template", "{x}"], "document_template"),
+        (["--model", "m", "--splitter", "x"], "module:object"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
@@ -348,9 +363,9 @@ cli.main()
 def start(corpus: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     with ExitStack() as jobs:
 
-        def started(*arguments: Any) -> subprocess.Popen[str]:
+        def started(*arguments: Any, program: str = PROGRAM) -> subprocess.Popen[str]:
             job = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, "prewarm", *map(str, arguments)],
+                [sys.executable, "-c", program, "prewarm", *map(str, arguments)],
                 env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -409,6 +424,20 @@ def test_a_second_signal_stops_at_once_and_the_job_goes_on(
     assert job.returncode == 130
     assert warm(corpus)["failed"] == 0
     assert len(stored()) == 5
+
+
+def test_a_signal_ends_waiting_for_standard_input(corpus: Path, start: Any) -> None:
+    program = PROGRAM.replace("        sys.stdin.readline()\n", "")
+    job = start("-", "--model", "tiny", "--batch-tokens", 1, program=program)
+    job.stdin.write('{"text": "a few words", "id": "a"}\n')
+    job.stdin.flush()
+    # It has been computed, and nobody says that this was all.
+    assert job.stderr.readline() == "batch\n"
+    job.send_signal(signal.SIGINT)
+    assert job.wait(timeout=60) == 130
+    assert "run the same command again" in job.stdout.read()
+    (entry,) = Manifest("prewarm.jsonl").entries()
+    assert (entry.id, entry.status) == ("a", "computed")
 
 
 def test_a_watched_folder_is_kept_up_with(corpus: Path, start: Any) -> None:

@@ -5,10 +5,12 @@ from functools import partial
 
 import pytest
 
+from daric_rag.errors import StoreError
 from daric_rag.storage import (
     DiskTier,
     HostTier,
     TieredStore,
+    saver,
     tiered,
 )
 from daric_rag.storage.io_pool import WriteBehind
@@ -120,13 +122,46 @@ def test_deleting_reaches_the_queue(open_slow):
     assert store.keys() == []
 
 
-def test_writing_through_returns_when_the_disk_has_it(open_slow):
-    store = open_slow(2, write_through=True, max_pending_bytes=2 * RECORD_BYTES)
+def test_a_required_disk_is_waited_for(open_slow):
+    store = open_slow(2, require_disk=True, max_pending_bytes=2 * RECORD_BYTES)
     threading.Timer(0.1, store.disk.write_gate.set).start()
     for number in range(6):  # More than queue and host hold.
         put(store, number)
-        assert store.disk.contains(key(number))
+    store.flush()
+    assert sorted(store.disk.keys()) == keys(*range(6))
     assert store.stats().dropped_writes == 0
+
+
+def test_memory_gives_up_what_a_required_disk_does_not_take(tmp_path, monkeypatch):
+    disk = DiskTier(tmp_path / "s", 10_000)
+    host = HostTier(10_000)
+    with TieredStore(host, disk, require_disk=True) as store:
+        put(store, 1)
+        store.flush()
+        with monkeypatch.context() as patch:
+            patch.setattr(saver, "write_record_file", _full)
+            patch.setattr(saver, "_PAUSE_S", 0.0)
+            put(store, 2)
+            store.flush()
+        assert store.take_evicted() == [key(2)]
+        assert sorted(store.keys()) == keys(1)
+        assert store.stats().disk.failed_writes == 1
+        put(store, 2)
+        store.flush()
+        assert sorted(disk.keys()) == keys(1, 2)
+
+
+def test_a_required_disk_refuses_what_it_never_has_room_for(tmp_path):
+    disk = DiskTier(tmp_path / "s", RECORD_BYTES // 2)
+    with (
+        TieredStore(HostTier(10_000), disk, require_disk=True) as store,
+        pytest.raises(StoreError, match="disk_bytes"),
+    ):
+        put(store, 1)
+
+
+def _full(*args, **options):
+    raise OSError(28, "No space left on device")
 
 
 def test_saves_wait_for_loads(open_slow, monkeypatch):
