@@ -66,6 +66,8 @@ class GenerationOptions:
         choice: The answer is one of these texts.
         structural_tag: Parts of the answer follow schemas, as xgrammar's structural
             tags describe it; a mapping.
+        skip_special_tokens: Leave them out of the answer's text, though not out of its
+            tokens.
     """
 
     max_tokens: int = 256
@@ -91,6 +93,7 @@ class GenerationOptions:
     regex: str | None = None
     choice: Sequence[str] | None = None
     structural_tag: Mapping[str, Any] | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         """Check every option, so that nothing is refused halfway."""
@@ -105,7 +108,7 @@ class GenerationOptions:
             )
         _check_stop(self.stop)
         _check_guide(self)
-        for name in ("ignore_eos", "trace", "json_object"):
+        for name in ("ignore_eos", "trace", "json_object", "skip_special_tokens"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name} is {shown(value)}; it must be a bool")

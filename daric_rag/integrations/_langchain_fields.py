@@ -86,6 +86,7 @@ class ChatFields(BaseChatModel):
     conversation: str | None = None
     tool_choice: str = "auto"
     tool_format: Literal["auto", "template", "text"] = "auto"
+    tool_parser: str | None = None
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
@@ -193,7 +194,7 @@ class ChatFields(BaseChatModel):
     def _identifying_params(self) -> Mapping[str, Any]:
         """Everything that may change an answer; no secret."""
         opening = ("model", "store", "base_url")
-        choices = ("tool_choice", "tool_format")
+        choices = ("tool_choice", "tool_format", "tool_parser")
         return {
             **{name: getattr(self, name) for name in (*opening, *choices)},
             "engine_options": _digest(self.engine_options),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -74,6 +75,11 @@ class ChatRequests(ChatFields):
         options |= _guide(options, tools, chosen, as_text)
         names = [tool["function"]["name"] for tool in tools]
         form = AnswerForm(self._model_name(), bool(chosen), names)
+        if self.tool_parser is not None and tools and not (chosen or as_text):
+            make_parser = partial(_parser, engine, self.tool_parser, tools)
+            form = replace(form, make_parser=make_parser)
+            # A call's markers may be special tokens.
+            options["skip_special_tokens"] = make_parser().skip_special_tokens
         if as_text:
             conversation, tools = with_tools_as_text(conversation, tools), []
         return ChatPrompt(conversation, tools=tools), options, form
@@ -181,6 +187,16 @@ class ChatRequests(ChatFields):
                 f"custom_get_token_ids="
             )
         return list(encode(text, add_special_tokens=False))
+
+
+def _parser(engine: Engine, name: str, tools: Sequence[Mapping[str, Any]]) -> Any:
+    make = getattr(engine, "tool_reader", None)
+    if make is None:
+        raise ConfigError(
+            f"tool_parser is {name!r}, and the engine, a {type(engine).__name__}, has "
+            f"no parsers; leave tool_parser out"
+        )
+    return make(name, tools)
 
 
 def _guide(

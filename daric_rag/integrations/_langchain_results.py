@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +13,12 @@ from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
 from daric_rag.engine import Completion, Delta
-from daric_rag.integrations._tool_calls import CallReader, ToolCall
+from daric_rag.integrations._tool_calls import (
+    AnswerReader,
+    CallReader,
+    ParsedCalls,
+    ToolCall,
+)
 
 __all__ = ["AnswerForm", "AnswerStream", "chat_result", "combined_outputs"]
 
@@ -28,14 +33,18 @@ class AnswerForm:
         model_name: Said in the response's metadata.
         is_call: Whether it is the JSON of a tool call, and nothing else.
         tool_names: Of the bound tools.
+        make_parser: Returns an engine's own reader of calls, if one was named.
     """
 
     model_name: str
     is_call: bool = False
     tool_names: Sequence[str] = ()
+    make_parser: Callable[[], Any] | None = None
 
-    def reader(self) -> CallReader:
-        """Return what splits the answer into text and calls."""
+    def reader(self) -> AnswerReader:
+        """Return what splits one answer into text and calls."""
+        if self.make_parser is not None:
+            return ParsedCalls(self.make_parser())
         return CallReader(is_call=self.is_call, names=self.tool_names)
 
 
@@ -55,7 +64,7 @@ class AnswerStream:
     def feed(self, delta: Delta) -> Iterator[ChatGenerationChunk]:
         """Take a delta and yield what it makes sure; the last chunk has the counts."""
         logprobs = _logprobs(delta.token_ids, delta.logprobs)
-        for found in self._reader.feed(delta.text):
+        for found in self._reader.feed(delta.text, delta.token_ids):
             yield self._chunk(found, logprobs)
             logprobs = None
         if delta.completion is None:
@@ -122,8 +131,7 @@ def combined_outputs(outputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _generation(answer: Completion, form: AnswerForm) -> ChatGeneration:
-    reader = form.reader()
-    found = [*reader.feed(answer.text), *reader.finish()]
+    found = list(form.reader().read(answer.text))
     message = AIMessage(
         "".join(part for part in found if isinstance(part, str)),
         tool_calls=[

@@ -12,9 +12,9 @@ Where a call is asked for, decoding is guided and the answer is such a JSON obje
 alone, whatever the model was trained for. Read are both, whoever wrote them; what is no
 whole call stays text.
 
-vLLM's own parsers, one per family of models, are not used: they live in its chat
-endpoint, and a client of a server has no vLLM. So a model whose template has another
-form is to be asked for calls (``tool_choice="any"``), or told of its tools as text.
+A model whose template has another form is read by vLLM's parser for its family, where
+that is named (`ParsedCalls`); or it is asked for calls (``tool_choice="any"``), or told
+of its tools as text.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from daric_rag.engine import ChatMessage, DocumentPart
 from daric_rag.errors import ConfigError
 
 __all__ = [
+    "AnswerReader",
     "CallReader",
+    "ParsedCalls",
     "ToolCall",
     "call_schema",
     "call_tags",
@@ -169,6 +171,24 @@ def with_tools_as_text(
     return [ChatMessage("system", parts), *written]
 
 
+class AnswerReader(Protocol):
+    """Splits one answer into text and calls."""
+
+    def feed(
+        self, piece: str, token_ids: Sequence[int] = ()
+    ) -> Iterator[str | ToolCall]:
+        """Take the answer's next piece; yield what is sure by now."""
+        ...
+
+    def finish(self) -> Iterator[str | ToolCall]:
+        """Yield what is left at the answer's end."""
+        ...
+
+    def read(self, text: str) -> Iterator[str | ToolCall]:
+        """Take a whole answer, instead of pieces, and yield what it is."""
+        ...
+
+
 class CallReader:
     """Splits an answer, piece by piece, into text and calls.
 
@@ -183,7 +203,9 @@ class CallReader:
         self._names = frozenset(names)
         self._held = ""
 
-    def feed(self, piece: str) -> Iterator[str | ToolCall]:
+    def feed(
+        self, piece: str, token_ids: Sequence[int] = ()
+    ) -> Iterator[str | ToolCall]:
         """Take the answer's next piece; yield what is sure by now.
 
         What may be the beginning of a call is held back.
@@ -211,6 +233,55 @@ class CallReader:
         held, self._held = self._held, ""
         if held:
             yield _call(held.removeprefix(_OPENING), self._names) or held
+
+    def read(self, text: str) -> Iterator[str | ToolCall]:
+        """Take a whole answer, instead of pieces, and yield what it is."""
+        yield from self.feed(text)
+        yield from self.finish()
+
+
+class ParsedCalls:
+    """Splits an answer as an engine's own parser does.
+
+    Args:
+        reader: The engine's ``tool_reader``.
+    """
+
+    def __init__(self, reader: Any) -> None:
+        """Wait for the first piece."""
+        self._reader = reader
+
+    def feed(
+        self, piece: str, token_ids: Sequence[int] = ()
+    ) -> Iterator[str | ToolCall]:
+        """Take the answer's next piece; yield its text. Calls come at the end."""
+        text = self._reader.feed(piece, token_ids)
+        if text:
+            yield text
+
+    def finish(self) -> Iterator[str | ToolCall]:
+        """Yield what is left at the answer's end."""
+        yield from _parts(*self._reader.finish())
+
+    def read(self, text: str) -> Iterator[str | ToolCall]:
+        """Take a whole answer, instead of pieces, and yield what it is."""
+        yield from _parts(*self._reader.read(text))
+
+
+def _parts(text: str, calls: Sequence[tuple[str, str]]) -> Iterator[str | ToolCall]:
+    if text:
+        yield text
+    for name, arguments in calls:
+        yield _parsed_call(name, arguments)
+
+
+def _parsed_call(name: str, arguments: str) -> str | ToolCall:
+    """Return a call, or its text where a model wrote no object of arguments."""
+    try:
+        is_whole = isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        is_whole = False
+    return ToolCall(name, arguments) if is_whole else f"{name}({arguments})"
 
 
 def _call(text: str, names: frozenset[str]) -> ToolCall | None:

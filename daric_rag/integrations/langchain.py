@@ -101,6 +101,10 @@ class ChatDaric(ChatRequests):
         tool_format: ``"template"``: the chat template describes tools; ``"text"``: they
             are described in the system text, and decoding keeps calls valid;
             ``"auto"``: as the template can.
+        tool_parser: Name of the parser that vLLM has for the model's calls, as of
+            ``vllm serve --tool-call-parser``, for templates that describe tools. It
+            needs vLLM installed, with a server too. None: ``<tool_call>`` around JSON
+            is read.
     """
 
     # Weak: whoever drops a queue need not wait for the model to be dropped.

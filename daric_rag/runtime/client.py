@@ -12,7 +12,7 @@ import queue
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol, Self
@@ -31,6 +31,7 @@ from daric_rag.layout import PromptLayout
 from daric_rag.runtime.document_outcomes import prewarmed_each
 from daric_rag.runtime.request_stream import DeltaIterator, RequestStream, Submission
 from daric_rag.runtime.submissions import SubmissionMaker
+from daric_rag.runtime.tool_reading import ToolReader, tool_reader
 
 __all__ = ["ClientEngine", "checked_config", "refuse_fork"]
 
@@ -80,7 +81,7 @@ class _Loop(Protocol):
 class ClientEngine(ABC):
     """Client process. An `Engine`, but for how a request is run.
 
-    A subclass's constructor sets `_maker`.
+    A subclass's constructor sets `_maker` and `tokenizer`.
 
     Args:
         loop: Must not refer to this object, so that one which is dropped without
@@ -88,6 +89,7 @@ class ClientEngine(ABC):
     """
 
     _maker: SubmissionMaker
+    tokenizer: Any
 
     def __init__(self, loop: _Loop) -> None:
         """Own a loop that runs."""
@@ -239,6 +241,19 @@ class ClientEngine(ABC):
         """
         self._loop.check_process()
         return prewarmed_each(documents, self._maker.of_document, self._complete)
+
+    def tool_reader(self, name: str, tools: Sequence[Mapping[str, Any]]) -> ToolReader:
+        """Return what reads the tool calls of one answer, by a parser of vLLM's.
+
+        Args:
+            name: As of vLLM's option ``--tool-call-parser``.
+            tools: Those that the model was told of, in OpenAI's form.
+
+        Raises:
+            ConfigError: There is no such parser, or it cannot read this model.
+            VllmVersionError: vLLM is not installed here.
+        """
+        return tool_reader(name, tools, self.tokenizer)
 
     def close(self) -> None:
         """Abort what runs and release everything; harmless when repeated."""

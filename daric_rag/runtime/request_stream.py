@@ -67,6 +67,7 @@ class Submission:
             "seed": options.seed,
             "logprobs": options.logprobs,
             "ignore_eos": options.ignore_eos,
+            "skip_special_tokens": options.skip_special_tokens,
         }
 
 

@@ -11,11 +11,11 @@ import importlib.metadata
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from daric_rag.errors import UnsupportedModelError, VllmVersionError
+from daric_rag.errors import ConfigError, UnsupportedModelError, VllmVersionError
 
 __all__ = [
     "SUPPORTED_VERSION",
@@ -37,6 +37,7 @@ __all__ = [
     "VLLMClientError",
     "VllmConfig",
     "attention_kernel_of",
+    "chat_request",
     "check_version",
     "current_platform",
     "executor_class_of",
@@ -53,6 +54,7 @@ __all__ = [
     "structured_outputs_params",
     "tensor_parallel_group",
     "tokens_input",
+    "tool_parser_class",
     "write_slots_of",
 ]
 
@@ -209,6 +211,37 @@ def reuse_of_aborted(engine: Any, request_id: str) -> dict[str, Any] | None:
     (told, *_) = engine.collective_rpc("daric_closing_params", args=([request_id],))
     (params,) = told
     return params
+
+
+def tool_parser_class(name: str) -> type[Any]:
+    """Return vLLM's parser of a form of tool calls.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    with quiet():
+        from vllm.tool_parsers import ToolParserManager
+
+        try:
+            kind: type[Any] = ToolParserManager.get_tool_parser(name)
+        except KeyError as error:
+            known = ", ".join(ToolParserManager.list_registered())
+            raise ConfigError(
+                f"tool_parser is {name!r}, which vLLM does not have; it has: {known}"
+            ) from error
+    return kind
+
+
+def chat_request(tools: Sequence[Mapping[str, Any]]) -> Any:
+    """Return a request of vLLM's chat endpoint in which the model may call tools."""
+    with quiet():
+        from vllm.entrypoints.openai.chat_completion.protocol import (
+            ChatCompletionRequest,
+        )
+
+        return ChatCompletionRequest(
+            messages=[], tools=[dict(tool) for tool in tools], tool_choice="auto"
+        )
 
 
 def tensor_parallel_group() -> tuple[int, int, Any | None]:

@@ -110,6 +110,7 @@ BAD_OPTIONS = {
     "structural_tag": ["{}", 5, [{}]],
     "regex": [5, b"a", ["a"]],
     "choice": ["yes", [], [""], [5], 5, {"yes": 1}],
+    "skip_special_tokens": [0, None, "no"],
 }
 
 

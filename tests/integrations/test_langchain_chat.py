@@ -297,6 +297,59 @@ def test_calls_that_the_model_makes_itself() -> None:
     assert (bare.text, bare.tool_calls) == (text, [])
 
 
+class ParsingEngine(FakeEngine):
+    """Has one parser: calls are written ``name arguments`` behind a ``!``."""
+
+    def tool_reader(self, name: str, tools: Any) -> Any:
+        assert name == "exclaiming"
+        assert tools[0]["function"]["name"] == "Add"
+        return self.Reader()
+
+    class Reader:
+        skip_special_tokens = False
+        text = ""
+
+        def feed(self, text: str, token_ids: Any) -> str:
+            assert token_ids
+            before, self.text = self.text, self.text + text
+            return "" if "!" in self.text else self.text[len(before) :]
+
+        def finish(self) -> Any:
+            return "", self.read(self.text)[1]
+
+        def read(self, text: str) -> Any:
+            before, _, call = text.partition("!")
+            return before, [tuple(call.split(" ", 1))] if call else []
+
+
+def test_a_named_parser_reads_calls() -> None:
+    engine = ParsingEngine('I do.!Add {"a": 3}')
+    chat = chat_on(engine, tool_parser="exclaiming").bind_tools([Add])
+    for answer in (chat.invoke("?"), sum_of(list(chat.stream("?")))):
+        assert [call["args"] for call in answer.tool_calls] == [{"a": 3}]
+        assert answer.text == "I do."
+    assert not engine.requests[0][1]["skip_special_tokens"]
+    # One that must be made is guided, whatever form the model was trained for.
+    engine = ParsingEngine(CALL)
+    chat = chat_on(engine, tool_parser="exclaiming")
+    answer = chat.bind_tools([Add], tool_choice="any").invoke("?")
+    assert [call["args"] for call in answer.tool_calls] == [{"a": 3}]
+    assert chat.invoke("?").text == CALL
+
+
+def test_a_call_that_a_parser_reads_and_json_does_not_is_text() -> None:
+    engine = ParsingEngine("!Add {a: 3}")
+    chat = chat_on(engine, tool_parser="exclaiming").bind_tools([Add])
+    for answer in (chat.invoke("?"), sum_of(list(chat.stream("?")))):
+        assert (answer.text, answer.tool_calls) == ("Add({a: 3})", [])
+
+
+def test_an_engine_without_parsers_is_told() -> None:
+    chat = chat_on(FakeEngine(), tool_parser="hermes").bind_tools([Add])
+    with pytest.raises(ConfigError, match="FakeEngine, has no parsers"):
+        chat.invoke("?")
+
+
 def test_no_tool_may_be_called() -> None:
     engine = FakeEngine(f"<tool_call>{CALL}</tool_call>")
     answer = chat_on(engine).bind_tools([Add], tool_choice="none").invoke("?")
