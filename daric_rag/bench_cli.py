@@ -168,6 +168,9 @@ def load(
     full_reuse: Annotated[
         bool, typer.Option("--full-reuse", help="Run full reuse as well.")
     ] = False,
+    prewarmed: Annotated[
+        bool, typer.Option("--prewarmed", help="DARIC begins with all documents.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of arrivals and documents.")] = 1,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -187,11 +190,17 @@ def load(
     with _serving(model, verbose) as (engine, bar):
         bar.expect(len(rate_list) * len(modes) * len(replayed))
         bench = LoadBench(
-            engine, replayed, max_tokens=max_tokens, seed=seed, on_request=bar.step
+            engine,
+            replayed,
+            max_tokens=max_tokens,
+            seed=seed,
+            prewarmed=prewarmed,
+            on_request=bar.step,
         )
         rows = [bench.measure(rate, mode) for rate in rate_list for mode in modes]
     make_console(stderr=as_json).print(load_table(rows))
     options = {"max_tokens": max_tokens, "seed": seed, "data": data and data.name}
+    options["prewarmed"] = prewarmed
     _print_json({"rows": rows, **options, **_facts(model)})
 
 

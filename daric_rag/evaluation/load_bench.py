@@ -3,8 +3,9 @@
 The same requests arrive at the same times (Poisson, seeded) in every mode, at one rate
 after the other, on one engine: ordinary requests with vLLM's prefix cache, DARIC, and
 full reuse if wanted. Arrivals do not wait for answers. Each run starts with an empty
-prefix cache and, because its namespace is new, with nothing of use in the store; its
-warm-up requests come at the same rate, are answered to the end, and are not counted.
+prefix cache and, because its namespace is new, with nothing of use in the store, or
+with every document of all requests if they are to be pre-warmed. Its warm-up requests
+come at the same rate, are answered to the end, and are not counted.
 
 TTFT runs from the moment the schedule has a request arrive (not from its submission,
 which a busy client delays) to the first token's arrival at the client. Inter-token
@@ -40,6 +41,10 @@ class ServingEngine(BenchEngine, Protocol):
         """Answer one prompt piece by piece, concurrently with others."""
         ...
 
+    def prewarm(self, documents: Sequence[Any], *, namespace: str | None = None) -> int:
+        """Store documents."""
+        ...
+
 
 class LoadBench:
     """Client process. Replays requests; must have the engine for itself.
@@ -49,6 +54,8 @@ class LoadBench:
         requests: In the order in which they arrive, warm-up first.
         max_tokens: Of each answer, which does not end earlier.
         seed: Of the arrivals.
+        prewarmed: Whether every run but the ordinary ones begins with all documents
+            stored.
         on_request: Called when a request is sent, with the run's name.
     """
 
@@ -59,11 +66,14 @@ class LoadBench:
         *,
         max_tokens: int,
         seed: int,
+        prewarmed: bool = False,
         on_request: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._engine, self._max_tokens, self._seed = engine, max_tokens, seed
         self._warm_up = [one.prompt for one in requests if one.warm_up]
         self._counted = [one.prompt for one in requests if not one.warm_up]
+        documents = (text for one in requests for text in one.prompt.documents)
+        self._documents = list(dict.fromkeys(documents)) if prewarmed else []
         self._on_request = on_request
 
     def measure(self, rate_per_s: float, mode: Reuse) -> dict[str, Any]:
@@ -75,8 +85,11 @@ class LoadBench:
         """
         if not self._counted:
             raise EngineError("all requests are warm-up; replay more of them")
-        self._engine.clear_prefix_cache()
         namespace = f"load-{secrets.token_hex(4)}"
+        if self._documents and mode != "off":
+            self._engine.prewarm(self._documents, namespace=namespace)
+            self._engine.flush()
+        self._engine.clear_prefix_cache()
         served = asyncio.run(self._run(rate_per_s, mode, namespace))
         # Or its writing would disturb the next run.
         self._engine.flush()

@@ -34,7 +34,14 @@ class ServingFake(FakeEngine):
         super().__init__(**wrong)
         self.stream_len = stream_len
         self.namespaces: list[str | None] = []
+        self.prewarmed: list[str | None] = []
         self.running = 0
+
+    def prewarm(self, documents: Any, *, namespace: str | None = None) -> int:
+        self.prewarmed.append(namespace)
+        for text in documents:
+            self.stored.add((namespace, words_of(text)))
+        return len(documents)
 
     async def astream(self, prompt: Any, **options: Any) -> AsyncIterator[Delta]:
         self.namespaces.append(options.setdefault("namespace", None))
@@ -52,6 +59,10 @@ class ServingFake(FakeEngine):
         await asyncio.sleep(0.01)
         self.namespaces.append(options["namespace"])
         return self.generate(prompt, **options)
+
+
+def words_of(text: str) -> tuple[int, ...]:
+    return tuple(hash(word) % 2**31 for word in text.split())
 
 
 def load(engine: ServingFake, num: int = 30, **options: Any) -> LoadBench:
@@ -87,6 +98,18 @@ def test_every_load_run_begins_with_nothing_stored() -> None:
     first, second = (bench.measure(RATE, "daric") for _ in range(2))
     assert first["store_hit_share"] == second["store_hit_share"]
     assert len(set(engine.namespaces)) == 2
+
+
+def test_prewarmed_runs_begin_with_every_document() -> None:
+    engine = ServingFake()
+    bench = load(engine, prewarmed=True)
+    ordinary, reused = (bench.measure(RATE, mode) for mode in ("off", "daric"))
+    assert ordinary["store_hit_share"] == 0
+    assert reused["generated_share"] == 0
+    (prewarmed,) = engine.prewarmed
+    assert prewarmed == engine.namespaces[-1]
+    # Without it, some documents come for the first time.
+    assert load(ServingFake()).measure(RATE, "daric")["generated_share"] > 0
 
 
 def test_load_refuses_when_nothing_is_counted_or_no_token_came() -> None:
