@@ -231,9 +231,10 @@ class TieredStore:
         evicted = [] if self.disk is None else self.disk.take_evicted()
         from_host = self.host.take_evicted()
         self._demoted.extend(from_host)
-        gone = dict.fromkeys([*from_host, *evicted])
-        while self._lost:
-            gone[self._lost.popleft()] = None
+        lost = [self._lost.popleft() for _ in range(len(self._lost))]
+        gone = dict.fromkeys([*from_host, *evicted, *lost])
+        # The thread that failed to write one is still at it: to be told next time.
+        self._lost.extend(key for key in lost if self._writer.find(key) is not None)
         return [key for key in gone if not self._knows(key)]
 
     def take_demoted(self) -> list[bytes]:

@@ -6,6 +6,7 @@ The server is started once for all tests here, by the command that is printed fo
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from daric_rag import (
     AuthenticationError,
@@ -26,6 +28,7 @@ from daric_rag import (
     EmbeddedEngine,
     RemoteEngine,
     TokenPrompt,
+    cli,
 )
 from daric_rag.engine import Prompt
 from daric_rag.layout import PromptLayout
@@ -215,6 +218,49 @@ def test_prewarming_computes_what_is_new(engine: RemoteEngine) -> None:
     assert engine.prewarm(documents) == 0
     prompt = ChunkedPrompt(documents=documents[::-1], question="Whose?")
     assert engine.generate(prompt, max_tokens=1).reuse.generated_tokens == 0
+
+
+def test_a_prewarm_job_has_the_server_compute(
+    served: Served, engine: RemoteEngine, tmp_path: Path
+) -> None:
+    (tmp_path / "corpus").mkdir()
+    texts = [f"Report {n} of the harbour. " * 5 for n in range(6)]
+    for number, text in enumerate(texts):
+        (tmp_path / "corpus" / f"{number}.txt").write_text(text)
+    manifest = tmp_path / "m.jsonl"
+    options = ["--url", served.url, "--manifest", str(manifest), "--json"]
+    arguments = ["prewarm", str(tmp_path / "corpus"), *options]
+    environment = {"VLLM_API_KEY": KEY}
+    for computed, known in ((6, 0), (0, 6)):
+        done = CliRunner().invoke(cli.app, arguments, env=environment)
+        assert done.exit_code == 0, done.output
+        totals = json.loads(done.stdout)
+        assert (totals["computed"], totals["known"]) == (computed, known)
+    prompt = ChunkedPrompt(documents=texts[::-1], question="Whose?")
+    reuse = engine.generate(prompt, max_tokens=1).reuse
+    assert reuse.generated_tokens == 0
+    assert reuse.hit_tokens > 0.8 * reuse.prompt_tokens
+
+
+def test_frameworks_answer_as_their_engine_does(
+    served: Served, engine: RemoteEngine
+) -> None:
+    langchain = pytest.importorskip("daric_rag.integrations.langchain")
+    llama_index = pytest.importorskip("daric_rag.integrations.llama_index")
+    blocks = pytest.importorskip("llama_index.core.llms")
+    own = ChatPrompt([ChatMessage("user", [DocumentPart(TEXTS[1]), "Whose?"])])
+    expected = engine.generate(own, max_tokens=12, ignore_eos=True).text
+    options = {"max_tokens": 12, "base_url": served.url, "api_key": KEY}
+    with langchain.ChatDaric(**options) as chat:
+        message = ("user", [langchain.document_block(TEXTS[1]), "Whose?"])
+        assert chat.invoke([message], ignore_eos=True).text == expected
+    with llama_index.DaricLLM(**options) as llm:
+        document = blocks.DocumentBlock(data=TEXTS[1].encode(), title="")
+        text = blocks.TextBlock(text="Whose?")
+        messages = [blocks.ChatMessage(role="user", blocks=[document, text])]
+        assert llm.chat(messages, ignore_eos=True).message.content == expected
+        pieces = llm.stream_chat(messages, ignore_eos=True)
+        assert "".join(piece.delta for piece in pieces) == expected
 
 
 def test_an_abandoned_answer_is_aborted(served: Served, engine: RemoteEngine) -> None:

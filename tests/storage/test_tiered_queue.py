@@ -151,6 +151,28 @@ def test_memory_gives_up_what_a_required_disk_does_not_take(tmp_path, monkeypatc
         assert sorted(disk.keys()) == keys(1, 2)
 
 
+def test_what_is_lost_is_told_once_its_writing_is_over(tmp_path):
+    class BrokenDisk(DiskTier):
+        def write(self, record):
+            raise OSError(28, "No space left on device")
+
+    disk = BrokenDisk(tmp_path / "s", 10_000)
+    # The host cannot hold it, so that the queue is all there is.
+    with TieredStore(HostTier(RECORD_BYTES // 2), disk) as store:
+        told = []
+        drop = store._writer._drop
+
+        def dropped(key):
+            told.append(store.take_evicted())
+            drop(key)
+
+        store._writer._drop = dropped
+        put(store, 1)
+        store.flush()
+        assert told == [[]]
+        assert store.take_evicted() == [key(1)]
+
+
 def test_a_required_disk_refuses_what_it_never_has_room_for(tmp_path):
     disk = DiskTier(tmp_path / "s", RECORD_BYTES // 2)
     with (
