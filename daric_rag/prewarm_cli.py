@@ -113,7 +113,9 @@ def run(
     ] = 16_384,
     ttl: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="`expire` evicts them then: 12h, 30d."),
+        typer.Option(
+            metavar="TIME", help="`expire` evicts what this run stores then: 12h, 30d."
+        ),
     ] = None,
     pin: Annotated[
         bool, typer.Option("--pin", help="Keep what is stored from eviction.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ def exit_code_of(report: JobReport) -> int:
     """Return the exit code that tells how a job ended."""
     if report.stopped == "stopped":
         return INTERRUPTED
-    if report.stopped == "budget":
+    if report.stopped in ("budget", "store"):
         return _NO_ROOM
     unread = report.stopped == "unreadable"
     return _FAILED if unread or report.totals.failed else 0
@@ -69,10 +70,10 @@ def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
         ) from error
     settings.source()
     stop = Stop()
-    with (
-        _engine(settings, settings.store, as_json=as_json) as engine,
-        stop.takes_signals(),
-    ):
+    with ExitStack() as engines, stop.takes_signals():
+        engine = engines.enter_context(
+            _engine(settings, settings.store, as_json=as_json)
+        )
         changes = watch(
             *settings.watched_folders(),
             watch_filter=lambda _, path: settings.is_of_source(path),
@@ -87,6 +88,13 @@ def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
             if not changed:
                 continue
             typer.echo("\n".join(outcome.lines), err=True)
+            if outcome.report.totals.removed:
+                # What was evicted on disk is in this engine's memory still: should it
+                # come back, the engine would call it stored.
+                engines.close()
+                engine = engines.enter_context(
+                    _engine(settings, settings.store, as_json=as_json)
+                )
             try:
                 outcome = _run_on(engine, settings, settings.source(), stop)
             except DaricError as error:
@@ -276,12 +284,22 @@ def _held(engine: Any, settings: Settings) -> tuple[set[str], int | None]:
     from daric_rag.prewarm.options import engine_identity
 
     limit = None if settings.url else settings.limit_bytes
-    if not settings.sees_store or not Path(settings.store_folder()).is_dir():
+    if not settings.sees_store:
         return set(), limit
+    free = _free_bytes(Path(settings.store_folder()))
+    if not Path(settings.store_folder()).is_dir():
+        return set(), limit and min(limit, free)
     with opened(settings.store, settings.key_file) as (disk, _):
         header = {**engine_identity(engine), "namespace": settings.namespace}
         stored = StoredDocuments(disk, header)
-        return stored.names(), limit and max(limit - disk.nbytes, 0)
+        return stored.names(), limit and min(max(limit - disk.nbytes, 0), free)
+
+
+def _free_bytes(folder: Path) -> int:
+    """Return what a disk has left where a folder is, or is to be made."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def _flushed_bytes(engine: Any) -> int:

@@ -64,6 +64,11 @@ class Settings:
             raise ConfigError(
                 "a store in memory ends with the job: name a folder with --store"
             )
+        if self.sync and "-" in self.sources:
+            raise ConfigError(
+                "--sync needs the whole corpus, and standard input may end before it "
+                "does: write the documents to a file and name that"
+            )
         if (self.sync or self.pin) and not self.sees_store:
             raise ConfigError(
                 "--sync and --pin need the server's store on this machine: name its "

@@ -146,6 +146,11 @@ def report_lines(report: JobReport, elapsed_s: float) -> list[str]:
             "stopped: the next documents would make the store evict what it holds; "
             "raise --budget or evict some, and run again"
         )
+    elif report.stopped == "store":
+        lines.append(
+            "stopped: the store took nothing any more (disk full, or not writable): "
+            "see the failed documents' errors and `df`, and run again"
+        )
     elif report.stopped == "stopped":
         lines.append("interrupted: run the same command again to go on")
     elif report.stopped == "unreadable":

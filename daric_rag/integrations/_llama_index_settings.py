@@ -100,18 +100,26 @@ class EngineLLM(LLM):
         await self.aclose()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process is made of: settings, no secrets.
+        """Return what a copy in another process is made of: settings, but no `api_key`.
 
         Raises:
-            TypeError: It was made with an engine, which stays where it is.
+            TypeError: It was made with an engine, which stays where it is, or its
+                `engine_options` hold secrets.
         """
         if not self._opens_itself:
             raise TypeError(
                 f"a {type(self).__name__} with engine= cannot be pickled; make it "
                 f"with the engine's settings instead"
             )
+        for name in ("headers", "transport"):
+            if name in self.engine_options:
+                # Left out, the copy would be another one without a word.
+                raise TypeError(
+                    f"a {type(self).__name__} with {name} in engine_options cannot be "
+                    f"pickled, as they may be secret; make it anew where it is needed"
+                )
         state = self.__dict__.copy()
-        for name in ("api_key", "engine_options", "callback_manager", "rate_limiter"):
+        for name in ("api_key", "callback_manager", "rate_limiter"):
             state.pop(name, None)
         return {"__dict__": state}
 

@@ -83,7 +83,7 @@ class ChatDaric(ChatRequests):
         config: `DaricConfig`, or a mapping of its fields.
         engine_options: Further keywords of `EmbeddedEngine` or `RemoteEngine`, such as
             ``{"dtype": "float32"}``. As some are secrets, they are neither shown nor
-            serialised: pass them again to what is loaded.
+            serialised: pass them again to what is loaded. A pickle has them.
         engine: An open engine, instead of all above; its owner closes it.
         timeout: Longest silence of a server, in seconds; None is its default.
         max_retries: Further tries where no server has begun to answer.

@@ -19,7 +19,7 @@ from dataclasses import replace
 from threading import Event
 from typing import Any
 
-from daric_rag.errors import PromptError
+from daric_rag.errors import ConfigError, PromptError
 from daric_rag.prewarm.items import SourceItem, items_of
 from daric_rag.prewarm.job_run import JobRun, NewDocument, PrewarmEngine
 from daric_rag.prewarm.manifest import Entry, Manifest, ManifestWriter, header_of
@@ -96,7 +96,8 @@ class PrewarmJob:
         Raises:
             EngineError: The engine failed. What was done before is in the manifest.
             StoreError: The manifest cannot be written.
-            ConfigError: Another job writes to the manifest.
+            ConfigError: Another job writes to the manifest, or it is of other sources
+                too and vanished documents are to be given up.
         """
         with ExitStack() as stack:
             seen = stack.enter_context(SeenDocuments())
@@ -107,6 +108,7 @@ class PrewarmJob:
 
             writer = None
             if self._manifest is not None:
+                self._check_vanishing(Manifest(self._manifest))
                 writer = stack.enter_context(
                     ManifestWriter(self._manifest, self.header)
                 )
@@ -136,6 +138,8 @@ class PrewarmJob:
             if document is None or is_full:
                 continue
             is_full = not run.take(document)
+            if run.stores_nothing:
+                return "store"
             # What vanished makes room, and only the whole source tells what did.
             if is_full and self.on_vanished is None:
                 return "budget"
@@ -192,4 +196,15 @@ class PrewarmJob:
             shard=str(self._options.shard),
             daric_rag=__version__,
             flushed=hasattr(self._engine, "flush"),
+            sources=getattr(self._source, "places", []),
         )
+
+    def _check_vanishing(self, manifest: Manifest) -> None:
+        """Refuse to take another job's documents for vanished ones."""
+        others = manifest.sources(self.header) - set(self.header["sources"])
+        if self.on_vanished is not None and others:
+            raise ConfigError(
+                f"the manifest {manifest.path} is of other sources too "
+                f"({', '.join(sorted(others))}), whose documents would be given up: "
+                f"name them as well, or another file with --manifest"
+            )

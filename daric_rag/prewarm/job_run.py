@@ -23,6 +23,9 @@ __all__ = ["JobRun", "NewDocument", "PrewarmEngine"]
 
 # Entries in memory, however fast an engine is.
 _MAX_UNWRITTEN = 2048
+# Commits in a row of which some was lost: after a failure, a store pauses for a minute,
+# and what is computed meanwhile is computed for nothing.
+_MAX_LOSSY = 3
 
 
 class PrewarmEngine(Protocol):
@@ -82,7 +85,7 @@ class JobRun:
         self._pool = ThreadPoolExecutor(options.max_in_flight, "daric-prewarm")
         self._in_flight: deque[_Batch] = deque()
         self._unwritten: list[Entry] = []
-        self._num_chars = self._num_tokens = 0
+        self._num_chars = self._num_tokens = self._num_lossy = 0
         self._committed_s = self._settled_s = time.monotonic()
         self.totals = Totals()
         self.hides_others = False
@@ -99,6 +102,11 @@ class JobRun:
         """Tell of a document that the engine has nothing to do with."""
         self._unwritten.append(entry)
         self._commit_if_due()
+
+    @property
+    def stores_nothing(self) -> bool:
+        """Whether the store has lost something again and again."""
+        return self._num_lossy >= _MAX_LOSSY
 
     def take(self, document: NewDocument) -> bool:
         """Take a document in; returns whether the store has room for it."""
@@ -222,6 +230,7 @@ class JobRun:
             flush()
         self._guard.look(self._waiting_tokens)
         took_all = self._guard.took_all()
+        self._num_lossy = 0 if took_all else self._num_lossy + 1
         if not took_all:
             entries = [_doubted(entry) for entry in entries]
             # What was lost may be of a batch that is not settled yet.

@@ -115,6 +115,15 @@ class Manifest:
         """Return every header, in order."""
         return [line for line in self._lines() if line["type"] == "header"]
 
+    def sources(self, header: Mapping[str, Any]) -> set[str]:
+        """Return where the documents of a header's circumstances came from."""
+        return {
+            source
+            for line in self.headers()
+            if _identity(line) == _identity(header)
+            for source in line.get("sources") or ()
+        }
+
     def entries(self, header: Mapping[str, Any] | None = None) -> Iterator[Entry]:
         """Yield the entries that hold under a header's circumstances, in order.
 

@@ -5,6 +5,7 @@ A source is read while its documents are computed and never held as a whole.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -86,6 +87,12 @@ class PathSource:
             suffixes.add(file.suffix.lower())
             self._num_bytes += _size(file)
         check_readers(suffixes)
+
+    @property
+    def places(self) -> list[str]:
+        """Where the documents are, however the paths are written; for the manifest."""
+        absolute = (p if p == "-" else str(Path(p).absolute()) for p in self._paths)
+        return sorted(set(absolute))
 
     @property
     def num_bytes(self) -> int | None:
@@ -197,6 +204,9 @@ def _files_of(
 ) -> Iterator[Path]:
     """Yield a file itself, or a folder's files; what cannot be looked into is told."""
     root = Path(path)
+    if not root.exists():
+        on_error(_missing(root))
+        return
     if not root.is_dir():
         yield root
         return
@@ -209,11 +219,19 @@ def _files_of(
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             file = Path(folder, name)
+            if not name.startswith(".") and file.is_symlink() and not file.exists():
+                # A whole folder may be behind it, on a mount that is not there.
+                on_error(_missing(file))
+                continue
             if name.startswith(".") or file.suffix.lower() not in SUFFIXES:
                 continue
             # A job's own record may lie beside the documents.
             if _blocks(file) or not is_manifest(file):
                 yield file
+
+
+def _missing(path: Path) -> OSError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def _is_new(folder: str, visited: set[tuple[int, int]]) -> bool:

@@ -56,12 +56,19 @@ def split_of(splitter: Any) -> Split:
 
     Args:
         splitter: Has ``split_text``, as LangChain's text splitters and LlamaIndex's
-            node parsers do, or is a function from a text to its pieces.
+            `SentenceSplitter` do, or is a function from a text to its pieces. In an
+            index, LlamaIndex's splitters cut documents that have metadata otherwise.
 
     Raises:
         ConfigError: It is something else.
     """
     split = getattr(splitter, "split_text", splitter)
+    if split is splitter and hasattr(splitter, "get_nodes_from_documents"):
+        raise ConfigError(
+            f"a {type(splitter).__name__} makes nodes of documents and splits no text; "
+            f"hand its nodes to daric_rag.prewarm.PrewarmJob, or put a "
+            f"DaricPrewarmTransform behind it"
+        )
     if isinstance(splitter, type) or not callable(split):
         raise ConfigError(
             f"the splitter is {splitter!r}; give an object with split_text(text), or a "
@@ -69,9 +76,12 @@ def split_of(splitter: Any) -> Split:
         )
 
     def checked(text: str) -> Sequence[str]:
-        pieces = split(text)
-        if isinstance(pieces, str) or not all(isinstance(p, str) for p in pieces):
-            raise TypeError("the splitter returned something else than texts")
+        found = split(text)
+        # A generator can be read once.
+        pieces = list(found)
+        # A text is a sequence of texts as well.
+        if isinstance(found, str) or not all(isinstance(p, str) for p in pieces):
+            raise TypeError("the splitter returned something else than a list of texts")
         return pieces
 
     return checked

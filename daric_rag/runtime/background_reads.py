@@ -36,6 +36,8 @@ _GROUP_LEN = 1024
 _LOOK_AGAIN_S = 0.05
 # How long closing waits for a read that nobody wants any more.
 _CLOSE_TIMEOUT_S = 5.0
+# A read that takes so many times what it may is taken to hang.
+_HANGING_ALLOWANCES = 2
 # A request's time runs from when the thread comes to it, and at most so many times as
 # long from its beginning.
 _MOST_ALLOWANCES = 4
@@ -126,6 +128,7 @@ class BackgroundReads:
         self._on_exit = on_exit
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._running: _Work | None = None
 
     def start(self, chunks: Sequence[ChunkSegments]) -> list[PendingRead]:
         """Begin to read a request's chunks.
@@ -146,6 +149,7 @@ class BackgroundReads:
                 [key for keys, _ in group for key in keys],
                 [length for _, lens in group for length in lens],
                 clock,
+                allowance_s,
             )
             offset = 0
             for keys, _ in group:
@@ -186,15 +190,30 @@ class BackgroundReads:
             yield group
 
     def _submit(
-        self, keys: Sequence[SegmentKey], lens: Sequence[int], clock: _Clock
+        self,
+        keys: Sequence[SegmentKey],
+        lens: Sequence[int],
+        clock: _Clock,
+        allowance_s: float,
     ) -> Future[Records]:
-        work = _Work(keys, lens, clock)
+        work = _Work(keys, lens, clock, allowance_s)
         # Where no thread can be started, reading here is better than not at all.
         if all(map(self._is_near, keys)) or not self._has_thread():
             work.run(self._read)
+        elif self._is_hanging:
+            work.future.cancel()
         else:
             self._queue.put(work)
         return work.future
+
+    @property
+    def _is_hanging(self) -> bool:
+        """Whether waiting for the thread would be in vain, as far as can be told."""
+        work = self._running
+        if work is None or work.clock.read_s is None:
+            return False
+        spent_s = time.perf_counter() - work.clock.read_s
+        return spent_s > _HANGING_ALLOWANCES * work.allowance_s
 
     def _has_thread(self) -> bool:
         if self._thread is None:
@@ -210,7 +229,9 @@ class BackgroundReads:
         while (work := self._queue.get()) is not None:
             if work.clock.read_s is None:
                 work.clock.read_s = time.perf_counter()
+            self._running = work
             work.run(self._read)
+            self._running = None
         self._on_exit()
 
 
@@ -221,6 +242,7 @@ class _Work:
     keys: Sequence[SegmentKey]
     lens: Sequence[int]
     clock: _Clock
+    allowance_s: float
     future: Future[Records] = field(default_factory=Future)
 
     def run(self, read: ReadFn) -> None:

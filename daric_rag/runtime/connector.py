@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from functools import partial
@@ -42,6 +43,8 @@ from daric_rag.storage import load_cipher, open_probe, open_store
 from daric_rag.storage.format import payload_len_of
 
 __all__ = ["DaricConnector", "closing_params"]
+
+logger = logging.getLogger(__name__)
 
 # Any will do: vocabularies begin with special tokens and bytes.
 _GATE_TOKEN = 7
@@ -277,6 +280,10 @@ class DaricConnector(KVConnectorBase_V1):
         """Return what this half counted since it was last asked."""
         if self.role is KVConnectorRole.SCHEDULER:
             return self.scheduler.stats.take()
+        metadata = self._connector_metadata
+        if isinstance(metadata, DaricMetadata) and not metadata.is_step:
+            # vLLM asks in every pass, and discards what those of sub-requests say.
+            return None
         return self.worker.stats.take()
 
     @classmethod
@@ -300,8 +307,12 @@ class DaricConnector(KVConnectorBase_V1):
         )
 
     def reset_cache(self) -> bool:
-        """Keep the store: vLLM resets its own prefix cache only."""
-        return True
+        """Refuse: vLLM asks for it where a running engine got other weights."""
+        logger.warning(
+            "the store was not reset: its records are those of the weights that this "
+            "engine started with; to run other weights, start another engine"
+        )
+        return False
 
     def shutdown(self) -> None:
         """Close what this half holds open."""

@@ -69,6 +69,7 @@ class SchedulerSide:
         try:
             wire = decode_request(params)
             if wire is None:
+                self._track_ordinary(request)
                 return
             reason = why_not_reused(wire, request)
         except WireError as error:
@@ -88,6 +89,18 @@ class SchedulerSide:
             reason,
             priority=request.priority,
         )
+
+    def _track_ordinary(self, request: Any) -> None:
+        """Keep an eye on a request that a DARIC one may share blocks with."""
+        if request.cache_salt:
+            self._tracked[request.request_id] = TrackedRequest(
+                None,
+                request.cache_salt,
+                False,
+                request.num_prompt_tokens,
+                is_ordinary=True,
+                priority=request.priority,
+            )
 
     def match(self, request: Any, gpu_prefix_len: int) -> tuple[int | None, bool]:
         """Plan a request over `gpu_prefix_len` tokens of vLLM's prefix cache.
@@ -138,6 +151,7 @@ class SchedulerSide:
             return
         filled = tracked.asynchronous and not num_external_tokens
         tracked.in_prefill = filled or not tracked.asynchronous
+        tracked.prefill_len = request.num_tokens
         if tracked.plan is None or tracked.wire is None or filled:
             return
         plan, now = tracked.plan, not tracked.asynchronous
@@ -155,8 +169,9 @@ class SchedulerSide:
             tracked.wait_s = time.perf_counter() - tracked.arrived_s
         # A conversation that was cut otherwise before has approximate blocks where
         # this layout has its exact first chunk. They are its own affair, the store is
-        # everybody's.
-        exact = tracked.own_salt or plan.gpu_prefix_len == 0
+        # everybody's. Where records are not exact, neither are blocks filled by them.
+        own = tracked.own_salt and self._config.kv_storage == "model"
+        exact = own or plan.gpu_prefix_len == 0
         tracked.unsaved = list(plan.saves) if exact else []
         tracked.token_ids = request.prompt_token_ids
         self._admission.admit(_work_len(plan), asynchronous=not now)
@@ -199,7 +214,7 @@ class SchedulerSide:
                 saves += self._saving.take_ready(
                     tracked, num_computed, partial(block_ids_of, req_id)
                 )
-            tracked.in_prefill = num_computed < tracked.prompt_len
+            tracked.in_prefill = num_computed < tracked.prefill_len
         plan = StepPlan(
             tuple(self._admitted),
             tuple(saves),
@@ -256,7 +271,7 @@ class SchedulerSide:
         """
         self._live.discard(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
-        if tracked is None:
+        if tracked is None or tracked.is_ordinary:
             return None
         return self._ended.add(request.request_id, tracked)
 

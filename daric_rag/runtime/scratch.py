@@ -76,7 +76,8 @@ class ScratchBlocks:
         """Take blocks for an admitted request.
 
         Enough for its longest chunk, since any record may turn out to be lost, and
-        for all missing ones together while the pool has them.
+        for all missing ones together while the pool has them; but no more than half
+        of what is free, where they are held.
 
         Args:
             num_tokens: Of the request.
@@ -87,10 +88,12 @@ class ScratchBlocks:
         least = self._longest(chunk_lens, num_tokens)
         # More than one pass computes would only push others out of the prefix cache.
         useful = min(sum(map(self._blocks, missing_lens)), self._per_pass)
-        wanted = max(least, useful)
+        wanted, free = max(least, useful), self._pool.get_num_free_blocks()
         if asynchronous:
-            wanted = max(0, wanted - len(self._held))
-        num_blocks = min(wanted, self._pool.get_num_free_blocks())
+            held = len(self._held)
+            # They are held over many steps, in which running requests grow.
+            wanted = max(0, least - held, min(wanted - held, free // 2))
+        num_blocks = min(wanted, free)
         blocks = self._pool.get_new_blocks(num_blocks)
         if asynchronous:
             self._held += blocks

@@ -151,19 +151,19 @@ class StepRun:
     def _run_queue(self, joining: list[SubRequest]) -> list[SubRequest]:
         """Let the fill queue go on; returns all that joins vLLM's pass."""
         size, limits = self._passes.scheduled_size, self._limits
-        taken = size.max_num_tokens + sum(sub.end - sub.start for sub in joining)
+        taken = size.max_num_tokens + _total(joining)
         seats = limits.max_num_seqs - size.max_num_seqs - len(joining)
         room = limits.max_num_tokens - taken
         share = -(-limits.max_num_tokens // _LEAST_SHARE)
-        if taken and room >= share and seats >= 1:
+        # In a pass of its own nothing is sampled, which pays where there is nobody to
+        # sample for.
+        alone = Limits(share if taken else limits.max_num_tokens, limits.max_num_seqs)
+        if taken and room >= share and self._may_join(Limits(room, seats), alone):
             subs = self._queue.next_pass(Limits(room, seats), self._chunks)
             self._has_joined = bool(subs)
             self._queue.expect_saves(self._chunks)
             return joining + subs
-        # In a pass of its own nothing is sampled, which pays where there is nobody to
-        # sample for.
-        most = share if taken else limits.max_num_tokens
-        subs = self._queue.next_pass(Limits(most, limits.max_num_seqs), self._chunks)
+        subs = self._queue.next_pass(alone, self._chunks)
         if not subs:
             return joining
         if joining:
@@ -173,6 +173,23 @@ class StepRun:
         self._passes.run(subs)
         self._queue.complete(self._chunks, self.report, self._pass_started_s)
         return []
+
+    def _may_join(self, room: Limits, alone: Limits) -> bool:
+        """Whether the queue gets its share in what vLLM's pass has room for.
+
+        Tokens may be free where seats are not: then many short windows would take a
+        step each.
+        """
+        if room.max_num_seqs < 1:
+            return False
+        joined = self._queue.next_pass(room, self._chunks)
+        if len(joined) < room.max_num_seqs or _total(joined) >= alone.max_num_tokens:
+            return True
+        return _total(joined) >= _total(self._queue.next_pass(alone, self._chunks))
+
+
+def _total(subs: Sequence[SubRequest]) -> int:
+    return sum(sub.end - sub.start for sub in subs)
 
 
 def _early_windows(request: RequestStep, unfilled: Sequence[Span]) -> Sequence[Span]:

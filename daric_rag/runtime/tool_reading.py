@@ -104,8 +104,16 @@ def tool_reader(
         ) from error
     kind = tool_parser_class(name)
     request = chat_request(tools)
+
+    def make_parser() -> Any:
+        parser = kind(tokenizer, request.tools)
+        if hasattr(parser, "skip_reasoning_parsing"):
+            # Thoughts are text here, and not taken out.
+            parser.skip_reasoning_parsing = True
+        return parser
+
     try:
-        return ToolReader(lambda: kind(tokenizer, request.tools), request)
+        return ToolReader(make_parser, request)
     except Exception as error:
         # Most look for their markers among the model's tokens, and each of them has
         # an error of its own where these are missing.
@@ -117,9 +125,11 @@ def tool_reader(
 
 
 def _rest(text: str, told: str) -> str:
-    """Return what of a text was not told yet; parsers strip the white space around."""
+    """Return what of a text was not told yet; parsers strip the white space around.
+
+    Nothing, where a parser told something else than it read in the end.
+    """
     if text.startswith(told):
         return text[len(told) :]
-    told = told.strip()
-    start = text.find(told)
-    return text[start + len(told) :] if start >= 0 else ""
+    text, told = text.lstrip(), told.strip()
+    return text[len(told) :] if text.startswith(told) else ""

@@ -41,7 +41,10 @@ class TrackedRequest:
         token_ids: The prompt's ids, vLLM's own list.
         unsaved: Segments of the first chunk still to be saved in place.
         asynchronous: Whether the plan is carried out while vLLM lets the request wait.
-        in_prefill: Whether some of its claimed prompt is not computed yet.
+        in_prefill: Whether some of what it was admitted with is not computed yet.
+        prefill_len: Tokens that it was last admitted with: its prompt's, and of its
+            answer what it had before it was preempted.
+        is_ordinary: Whether it is no DARIC request, and only shares a salt with some.
         report: What its admissions took, summed.
         saved_tokens: Written to the store for it.
         arrived_s: When it arrived, of `time.perf_counter`.
@@ -60,6 +63,8 @@ class TrackedRequest:
     unsaved: list[SegmentSave] = field(default_factory=list)
     asynchronous: bool = False
     in_prefill: bool = False
+    prefill_len: int = 0
+    is_ordinary: bool = False
     report: RequestReport = field(default_factory=RequestReport)
     saved_tokens: int = 0
     arrived_s: float = field(default_factory=time.perf_counter)

@@ -202,11 +202,16 @@ def test_secrets_stay_inside(monkeypatch):
     assert llm.api_key.get_secret_value() == SECRET
     assert DaricLLM("m").api_key is None
     shown = [repr(llm), str(llm), llm.to_json(), str(llm.to_dict())]
-    shown += [str(llm.to_payload()), str(pickle.dumps(llm))]
+    shown += [str(llm.to_payload())]
     assert not any(SECRET in text for text in shown)
+    with pytest.raises(TypeError, match="headers in engine_options"):
+        pickle.dumps(llm)
+    llm = DaricLLM("m", base_url="http://host", engine_options={"max_retries": 0})
+    assert SECRET not in str(pickle.dumps(llm))
     monkeypatch.delenv("DARIC_API_KEY")
     again = pickle.loads(pickle.dumps(llm))
     assert (again.base_url, again.api_key) == ("http://host", None)
+    assert again.engine_options == {"max_retries": 0}
 
 
 def test_settings_survive_serialisation():

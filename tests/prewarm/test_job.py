@@ -302,6 +302,20 @@ def test_a_job_stops_before_it_evicts(
         assert more.stopped == "budget"
 
 
+def test_a_store_that_takes_nothing_stops_the_job(
+    engine: FolderEngine, manifest: Path
+) -> None:
+    disk = with_disk(engine, 10_000)
+    engine.on_write = lambda: setattr(disk, "lost", disk.lost + 1)
+    report = run(engine, [*TEXTS, *(f"{t} more" for t in TEXTS)], manifest)
+    assert report.stopped == "store"
+    assert report.totals.computed == 0
+    assert 0 < report.totals.failed == len(engine.texts) < 40
+    # It may be mended: all is tried again, and the engine finds what was kept.
+    engine.on_write = lambda: None
+    assert run(engine, TEXTS, manifest).stopped == ""
+
+
 def test_what_the_store_lost_is_not_called_done(
     engine: FolderEngine, manifest: Path
 ) -> None:

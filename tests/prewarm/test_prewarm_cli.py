@@ -198,6 +198,42 @@ def test_sync_does_not_take_a_lost_folder_for_an_empty_corpus(corpus: Path) -> N
     assert len(stored()) == 5
 
 
+@pytest.mark.parametrize("is_source", [False, True])
+def test_sync_gives_up_nothing_behind_a_broken_link(
+    corpus: Path, tmp_path: Path, is_source: bool
+) -> None:
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    (mount / "wiki.txt").write_text("an article of some words")
+    link = (tmp_path if is_source else corpus) / "wiki"
+    link.symlink_to(mount, target_is_directory=True)
+    sources = [corpus, link] if is_source else [corpus]
+    assert warm(*sources)["computed"] == 6
+    (mount / "wiki.txt").unlink()
+    mount.rmdir()
+    if is_source:
+        with pytest.raises(ConfigError, match="wiki does not exist"):
+            warm(*sources, "--sync", "evict")
+    else:
+        done = warm(*sources, "--sync", "evict", exit_code=3)
+        assert (done["stopped"], done["removed"]) == ("unreadable", 0)
+    assert len(stored()) == 6
+
+
+def test_sync_gives_up_no_other_job_s_documents(corpus: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "a.txt").write_text("words of another corpus")
+    warm(corpus)
+    with pytest.raises(ConfigError, match=r"other sources too.*--manifest"):
+        warm(other, "--sync", "evict")
+    assert len(stored()) == 5
+    # A source may be written otherwise, and others may come to it.
+    assert warm("corpus", other, "--sync", "evict")["removed"] == 0
+    (other / "a.txt").write_text("other words")
+    assert warm(other, Path("corpus"), "--sync", "evict")["removed"] == 1
+
+
 def test_sync_gives_up_nothing_where_a_record_is_damaged(corpus: Path) -> None:
     lines = [f'{{"id": "{n}", "text": "record {n} of words"}}\n' for n in range(3)]
     (corpus / "c.jsonl").write_text("".join(lines))
@@ -298,6 +334,7 @@ def test_another_template_is_warned_of(corpus: Path) -> None:
         (["--url", "u", "--budget", "1GB"], "--budget is the server's"),
         (["--url", "u", "--vllm", "a=1"], "--vllm is the server's"),
         (["--model", "m", "--store", ":memory:"], "name a folder"),
+        (["-", "--model", "m", "--sync", "evict"], "standard input may end"),
         (["--model", "m", "--store", ""], "--store is empty"),
         (["--model", "m", "--shard", "0/2"], "there is no shard"),
         (["--model", "m", "--budget", "x"], "is no size"),
@@ -354,7 +391,11 @@ class Led(DiskEngine):
         sys.stdin.readline()
         return super().prewarm_each(documents)
 
-prewarm_run.open_engine = lambda settings, store: Led(settings.store_folder())
+def opened(settings, store):
+    sys.stderr.write("opened\\n")
+    return Led(settings.store_folder())
+
+prewarm_run.open_engine = opened
 cli.main()
 """
 
@@ -386,6 +427,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def next_line(job: Any) -> str:
+    """Return what it says next, once its engine is open."""
+    line: str = job.stderr.readline()
+    return job.stderr.readline() if line == "opened\n" else line
+
+
 def go_on(job: Any, num_batches: int = 1) -> None:
     job.stdin.write("\n" * num_batches)
     job.stdin.flush()
@@ -396,9 +443,9 @@ def test_a_signal_finishes_the_batch(
     corpus: Path, start: Any, number: signal.Signals
 ) -> None:
     job = start(corpus, "--model", "tiny", "--batch-tokens", 5)
-    assert job.stderr.readline() == "batch\n"
+    assert next_line(job) == "batch\n"
     go_on(job)
-    assert job.stderr.readline() == "batch\n"
+    assert next_line(job) == "batch\n"
     job.send_signal(number)
     while "interrupt again" not in job.stderr.readline():
         pass
@@ -414,8 +461,7 @@ def test_a_second_signal_stops_at_once_and_the_job_goes_on(
     corpus: Path, start: Any
 ) -> None:
     job = start(corpus, "--model", "tiny", "--batch-tokens", 5)
-    assert job.stderr is not None
-    assert job.stderr.readline() == "batch\n"
+    assert next_line(job) == "batch\n"
     job.send_signal(signal.SIGINT)
     while "interrupt again" not in job.stderr.readline():
         pass
@@ -432,7 +478,7 @@ def test_a_signal_ends_waiting_for_standard_input(corpus: Path, start: Any) -> N
     job.stdin.write('{"text": "a few words", "id": "a"}\n')
     job.stdin.flush()
     # It has been computed, and nobody says that this was all.
-    assert job.stderr.readline() == "batch\n"
+    assert next_line(job) == "batch\n"
     job.send_signal(signal.SIGINT)
     assert job.wait(timeout=60) == 130
     assert "run the same command again" in job.stdout.read()
@@ -456,9 +502,12 @@ def test_a_watched_folder_is_kept_up_with(corpus: Path, start: Any) -> None:
 
     # A file may be seen before anything is in it, and then once more.
     wait_until(is_up_to_date)
+    # One that comes back is stored again, whatever an engine has in memory.
+    (corpus / "0.txt").write_text("document 0 of some words")
+    wait_until(lambda: len(stored()) == 6)
     job.send_signal(signal.SIGINT)
     _, err = job.communicate(timeout=60)
     assert job.returncode in (0, 130), err
-    assert len(stored()) == 5
+    assert err.count("opened") == 2
     # Its own manifest is neither a document nor a change.
-    assert err.count("documents computed") <= 5
+    assert err.count("documents computed") <= 6

@@ -97,6 +97,13 @@ def test_a_document_that_cannot_be_split_stops_nothing() -> None:
     assert no_list.hides_others
 
 
+@pytest.mark.parametrize("kind", [iter, lambda lines: map(str.strip, lines), tuple])
+def test_pieces_come_in_any_kind_of_sequence(kind: Any) -> None:
+    split = split_of(lambda text: kind(text.splitlines()))
+    items = list(split_items([SourceItem("a", {"text": "one\ntwo"})], split))
+    assert [item.document["text"] for item in items] == ["one", "two"]
+
+
 def test_an_unreadable_document_hides_its_pieces() -> None:
     item = SourceItem("a", error="is no PDF")
     (only,) = split_items([item], str.splitlines)
@@ -118,3 +125,5 @@ def test_the_frameworks_splitters_are_splitters() -> None:
     pieces = split(text)
     assert len(pieces) > 1
     assert "".join(pieces).replace(" ", "") == text.replace(" ", "")
+    with pytest.raises(ConfigError, match="PrewarmJob"):
+        split_of(node_parser.MarkdownNodeParser())

@@ -128,6 +128,29 @@ def test_a_read_that_hangs_keeps_nobody_from_closing(
     assert disk.exits == ["daric-load"]
 
 
+def test_a_disk_that_hangs_is_not_asked_again(disk_of: Callable[..., Disk]) -> None:
+    disk = disk_of(token_s=0.0001)
+    disk.reads.start([(keys(101), (10,))])
+    disk.wait_until_reading(101)
+    # Twice its quarter of a second, as is explained in `Pace`.
+    time.sleep(0.6)
+    started_s = time.perf_counter()
+    reads = disk.reads.start([(keys(102), (10,))])
+    wait_for_all(reads)
+    assert time.perf_counter() - started_s < 0.1
+    assert [read.take() for read in reads] == [None]
+    assert disk.reads._queue.empty()
+    # What is in memory is read all the same, and so is the disk when it answers.
+    assert disk.reads.start([(keys(1), (10,))])[0].take() == [*keys(1)]
+    disk.go.release(2)
+    deadline_s = time.monotonic() + 30
+    while disk.reads._running is not None and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    again = disk.reads.start([(keys(103), (10,))])
+    wait_for_all(again)
+    assert again[0].take() == [*keys(103)]
+
+
 def test_short_chunks_are_read_together(disk_of: Callable[..., Disk]) -> None:
     disk = disk_of()
     names = [(101, 102), (103,), (1,), (2,), (104,), (105,)]

@@ -299,3 +299,15 @@ def test_a_foreign_salt_is_not_served(
     check_continuation(
         completion, harness.reference.full_greedy(layout.token_ids, NUM_TOKENS)
     )
+
+
+def test_the_store_is_not_reset_for_other_weights(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM would take a reset that did nothing for one that did."""
+    with caplog.at_level("WARNING"):
+        was_reset = harness.engine._loop.call(
+            lambda engine: engine.reset_prefix_cache(False, True)
+        )
+    assert not was_reset
+    assert "start another engine" in caplog.text

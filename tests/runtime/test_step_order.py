@@ -373,7 +373,7 @@ def vllm_request(
     )
 
 
-def scheduler_side(pass_len: int) -> SchedulerSide:
+def scheduler_side(pass_len: int, config: DaricConfig | None = None) -> SchedulerSide:
     view = StoreView(
         lambda _: ROOT,
         probe=lambda _: False,
@@ -381,7 +381,7 @@ def scheduler_side(pass_len: int) -> SchedulerSide:
         segment_bytes=1 << 10,
         max_segment_len=256,
     )
-    made = SchedulerSide(DaricConfig(), view, Limits(pass_len, 8))
+    made = SchedulerSide(config or DaricConfig(), view, Limits(pass_len, 8))
     made.bind_scratch(ScratchBlocks(Pool(), BLOCK_SIZE, pass_len))
     return made
 
@@ -453,6 +453,89 @@ def test_a_damaged_layout_holds_nobody_up_once_it_is_computed(
     side.track(other)
     num_tokens, _ = side.match(other, 16)
     assert num_tokens is not None
+
+
+def test_an_ordinary_request_of_the_same_salt_may_be_filling_blocks_too(
+    side: SchedulerSide,
+) -> None:
+    ordinary = vllm_request("ordinary", params={})
+    side.track(ordinary)
+    assert side.match(ordinary, 0) == (0, False)
+    side.admit(ordinary, range(25), 0)
+    side.build_step({"ordinary": 200}, lambda _: range(25))
+    side.end_step(())
+    other = vllm_request("other", LONG)
+    side.track(other)
+    assert side.match(other, 288) == (None, False)
+    side.build_step({"ordinary": 300}, lambda _: range(25))
+    num_tokens, _ = side.match(other, 288)
+    assert num_tokens is not None
+    assert side.finish(ordinary) is None
+
+
+def test_a_resumed_request_fills_blocks_beyond_its_prompt(side: SchedulerSide) -> None:
+    """It was preempted when it had answered with 100 tokens."""
+    resumed = vllm_request("resumed")
+    resumed.num_tokens = 400
+    side.track(resumed)
+    num_tokens, _ = side.match(resumed, 0)
+    assert num_tokens is not None
+    side.admit(resumed, range(25), num_tokens)
+    side.build_step({"resumed": 350}, lambda _: range(25))
+    side.end_step(())
+    # It goes on where the answer had got to.
+    other = vllm_request("other", LONG)
+    side.track(other)
+    assert side.match(other, 384) == (None, False)
+    side.build_step({"resumed": 400}, lambda _: range(25))
+    num_tokens, _ = side.match(other, 384)
+    assert num_tokens is not None
+
+
+@pytest.mark.parametrize(("storage", "is_saved"), [("model", True), ("int8", False)])
+def test_nothing_is_saved_on_top_of_records_that_are_not_exact(
+    storage: Any, is_saved: bool
+) -> None:
+    """The prefix cache has a first chunk's beginning, the store not any more."""
+    side = scheduler_side(4096, DaricConfig(kv_storage=storage))
+    ends = (100, 200, 300)
+    wire = RequestWire(ends, (True, True, False), "daric", DaricConfig())
+    request = vllm_request("a", wire)
+    side.track(request)
+    num_tokens, _ = side.match(request, 64)
+    assert num_tokens is not None
+    side.admit(request, range(25), num_tokens)
+    plan = side.build_step({"a": 300}, lambda _: range(25))
+    assert any(save.start == 0 for save in plan.saves) == is_saved
+
+
+class ScarcePool(Pool):
+    """Has few free blocks."""
+
+    num_free = 40
+
+    def get_num_free_blocks(self) -> int:
+        return self.num_free
+
+    def get_new_blocks(self, num_blocks: int) -> list[Any]:
+        self.num_free -= num_blocks
+        return super().get_new_blocks(num_blocks)
+
+
+@pytest.mark.parametrize(("asynchronous", "left"), [(False, 0), (True, 20)])
+def test_what_is_held_for_long_leaves_half_of_what_is_free(
+    asynchronous: bool, left: int
+) -> None:
+    pool = ScarcePool()
+    scratch = ScratchBlocks(pool, 32, 8192)
+    lens = [128] * 10
+    scratch.borrow(1300, lens, lens, asynchronous=asynchronous)
+    assert pool.num_free == left
+    # The longest chunk has its room however little there is.
+    pool.num_free = 5
+    more = ScratchBlocks(pool, 32, 8192)
+    more.borrow(1300, lens, lens, asynchronous=True)
+    assert pool.num_free == 1
 
 
 def test_nobody_waits_for_a_disk_but_the_request_itself(side: SchedulerSide) -> None:

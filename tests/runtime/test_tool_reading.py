@@ -71,6 +71,14 @@ def test_text_is_told_as_it_comes() -> None:
     assert not reader.skip_special_tokens
 
 
+def test_thoughts_are_text_streamed_and_whole() -> None:
+    text = "<think>2+2=4, easy</think>4"
+    tokenizer = build_tokenizer()
+    assert tool_reader("glm47", TOOLS, tokenizer).read(text) == (text, [])
+    told, calls = fed(tool_reader("glm47", TOOLS, tokenizer), text)
+    assert (told, calls) == (text, [])
+
+
 class Stumbling:
     """A parser with a fault, once with pieces and once with all."""
 

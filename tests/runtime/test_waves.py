@@ -45,6 +45,30 @@ def more_passes(harness: Harness, least: int) -> Iterator[None]:
     assert harness.spy.passes - before >= least
 
 
+def test_few_seats_do_not_starve_the_fill_queue(harness_of: HarnessPool) -> None:
+    harness = harness_of(KIND, max_num_batched_tokens=256, max_num_seqs=4)
+    running = [
+        harness.engine.stream(
+            as_prompt(random_prompt(number, (8, 8))),
+            reuse="off",
+            max_tokens=300,
+            ignore_eos=True,
+        )
+        for number in range(3)
+    ]
+    for stream in running:
+        next(stream)
+    before = len(harness.spy.plans)
+    # Sixteen short chunks and windows, which one free seat would take a step each for.
+    prompt = as_prompt(random_prompt(99, (20, *[30] * 16, 12)))
+    cold = finished(harness.engine.stream(prompt, max_tokens=1))
+    num_steps = len(harness.spy.plans) - before
+    for stream in running:
+        stream.close()  # type: ignore[attr-defined]
+    assert cold.reuse.generated_tokens > 400
+    assert num_steps < 20
+
+
 # --------------------------------------------------------------------- small buffers
 
 
