@@ -280,9 +280,13 @@ def prewarm_bench(
         run_prewarm_bench,
     )
     from daric_rag.evaluation.workloads import load_questions
+    from daric_rag.prewarm_settings import PREWARM_CONFIG
 
     texts = passages_of(load_questions(data or []), passages)
-    with _serving(model, verbose) as (engine, bar), store_folder(None) as (folder, _):
+    with (
+        _serving(model, verbose, PREWARM_CONFIG) as (engine, bar),
+        store_folder(None) as (folder, _),
+    ):
         bar.expect(1 + repeats * RUNS_PER_PART)
         row = run_prewarm_bench(
             engine, texts, Path(folder), parts=repeats, on_run=bar.step
@@ -296,7 +300,7 @@ def prewarm_bench(
 
 @contextmanager
 def _serving(
-    model: str, verbose: bool, **vllm_options: Any
+    model: str, verbose: bool, config: DaricConfig | None = None, **vllm_options: Any
 ) -> Iterator[tuple[EmbeddedEngine, Bar]]:
     """Yield an engine and a bar; standard output is kept for JSON meanwhile."""
     from daric_rag.evaluation.terminal import json_has_stdout
@@ -305,7 +309,9 @@ def _serving(
     with (
         json_has_stdout(True),
         store_folder(None) as (folder, _),
-        started(console, path, folder, DaricConfig(), verbose, **vllm_options) as both,
+        started(
+            console, path, folder, config or DaricConfig(), verbose, **vllm_options
+        ) as both,
     ):
         yield both
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -14,7 +14,15 @@ from daric_rag.errors import ConfigError
 if TYPE_CHECKING:
     from daric_rag.prewarm import JobOptions, PathSource
 
-__all__ = ["Settings", "manifest_path"]
+__all__ = ["PREWARM_CONFIG", "Settings", "manifest_path"]
+
+PREWARM_CONFIG = DaricConfig(
+    # A document is stored once and seldom read again: memory is for what waits for the
+    # disk. Used over and over, it is faster than new memory is.
+    host_bytes=512 << 20,
+    require_disk=True,
+)
+"""Of an engine that does nothing else."""
 
 # Of the engine's limit above the job's: what is under way must not evict.
 _HEADROOM_BYTES = 8 << 30
@@ -90,19 +98,18 @@ class Settings:
     @property
     def limit_bytes(self) -> int:
         """What a store on this machine may hold before the job stops."""
-        return self.budget_bytes or DaricConfig().disk_bytes
+        return self.budget_bytes or PREWARM_CONFIG.disk_bytes
 
     def config(self) -> DaricConfig:
         """Return the engine's configuration."""
-        default = DaricConfig()
-        return DaricConfig(
+        return replace(
+            PREWARM_CONFIG,
             namespace=self.namespace,
             # Never below the default: a small budget stops the job, and must not make
             # the engine evict what others keep here. And above the job's own limit,
             # which it cannot see to the last byte while others write.
-            disk_bytes=max(self.budget_bytes or 0, default.disk_bytes)
+            disk_bytes=max(self.budget_bytes or 0, PREWARM_CONFIG.disk_bytes)
             + _HEADROOM_BYTES,
-            require_disk=True,
             encryption_key_file=self.key_file,
         )
 

@@ -73,6 +73,9 @@ def open_store(
         allocate=host.allocate,
         policy=eviction,
         cipher=cipher,
+        # Who requires the disk fills it and seldom reads: pages used over and over are
+        # faster than new ones, and others' files stay in the system's cache.
+        keeps_pages=not require_disk,
     )
     return TieredStore(host, disk, require_disk=require_disk)
 

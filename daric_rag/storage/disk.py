@@ -56,6 +56,8 @@ class DiskTier:
         num_readers: Threads of `read_many`; by default one per core, at most four.
         policy: Which documents go first: "frequency" or "lru".
         cipher: Seals payloads and side data; must be the one the store was made with.
+        keeps_pages: Whether what is written stays in the system's page cache. Without,
+            it goes to the disk as it comes, and takes no memory from others.
 
     Raises:
         StoreError: If the folder cannot be used; the text names the mend.
@@ -71,6 +73,7 @@ class DiskTier:
         num_readers: int | None = None,
         policy: Literal["frequency", "lru"] = "frequency",
         cipher: RecordCipher | None = None,
+        keeps_pages: bool = True,
     ) -> None:
         self._directory = Path(directory).expanduser().absolute()
         self._capacity_bytes = capacity_bytes
@@ -82,7 +85,9 @@ class DiskTier:
         )
         self._catalog = self._index.catalog
         self._ledger = Ledger(self._index, capacity_bytes, order)
-        self._saver = Saver(self._index, self._ledger, capacity_bytes, cipher)
+        self._saver = Saver(
+            self._index, self._ledger, capacity_bytes, cipher, keeps_pages=keeps_pages
+        )
         self._reader = Reader(
             self._index,
             self._ledger,

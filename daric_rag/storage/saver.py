@@ -43,6 +43,8 @@ _USES_INTERVAL_S: Final = 5.0
 # Beyond it the oldest half is synced behind the writes: who never flushes must not
 # remember all names it ever wrote, nor sync them all at its end.
 _MAX_UNSYNCED: Final = 512
+# Where pages are not kept, so that those of few files are used over and over.
+_MAX_UNSYNCED_UNKEPT: Final = 32
 
 
 class Saver:
@@ -53,6 +55,7 @@ class Saver:
         ledger: Changes it.
         capacity_bytes: The budget.
         cipher: Seals payloads and side data.
+        keeps_pages: Whether what was written stays in the system's page cache.
     """
 
     def __init__(
@@ -61,11 +64,14 @@ class Saver:
         ledger: Ledger,
         capacity_bytes: int,
         cipher: RecordCipher | None,
+        *,
+        keeps_pages: bool = True,
     ) -> None:
         self._index = index
         self._ledger = ledger
         self._capacity_bytes = capacity_bytes
         self._cipher = cipher
+        self._keeps_pages = keeps_pages
         self._paused_until = 0.0
         self._is_failing = False
         self._uses_saved_at = time.monotonic()
@@ -145,7 +151,7 @@ class Saver:
         for name in names:
             path = self._ledger.path(name)
             with suppress(FileNotFoundError):  # Evicted since.
-                _sync(path)
+                _sync(path, keeps_pages=self._keeps_pages)
                 # The root names the first-level folders and the index's journal.
                 folders |= {path.parent, path.parent.parent, self._index.directory}
         for folder in folders:
@@ -155,12 +161,13 @@ class Saver:
     def _add_unsynced(self, filename: str, key: bytes) -> None:
         with self._lock:
             self._unsynced[filename] = key
-            if len(self._unsynced) <= _MAX_UNSYNCED:
+            most = _MAX_UNSYNCED if self._keeps_pages else _MAX_UNSYNCED_UNKEPT
+            if len(self._unsynced) <= most:
                 return
         find = self._index.catalog.find
         with self._sync_lock:
             with self._lock:
-                names = list(itertools.islice(self._unsynced, _MAX_UNSYNCED // 2))
+                names = list(itertools.islice(self._unsynced, most // 2))
                 oldest = {name: self._unsynced.pop(name) for name in names}
             try:
                 self._sync_files(n for n, key in oldest.items() if find(key) == n)
@@ -255,9 +262,11 @@ class Saver:
         self._paused_until = time.monotonic() + _PAUSE_S
 
 
-def _sync(path: Path) -> None:
+def _sync(path: Path, *, keeps_pages: bool = True) -> None:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         os.fdatasync(file)
+        if not keeps_pages and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(file)

@@ -195,6 +195,23 @@ def test_what_is_never_flushed_is_synced_behind(open_disk, monkeypatch, synced):
     assert {path_of(tier, number) for number in range(80, 100)} <= set(synced)
 
 
+@pytest.mark.parametrize("keeps_pages", [True, False])
+def test_pages_are_given_back_where_they_are_not_kept(
+    open_disk, monkeypatch, keeps_pages
+):
+    advised = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *given: advised.append(given[1:]))
+    tier = open_disk(100 * RECORD_BYTES, keeps_pages=keeps_pages)
+    for number in range(40):
+        tier.write(record(number))
+    num_behind = len(advised)
+    tier.flush()
+    given_back = (0, 0, os.POSIX_FADV_DONTNEED)
+    assert (num_behind > 0) == (not keeps_pages)
+    assert advised.count(given_back) >= (0 if keeps_pages else 40)
+    assert all(read(tier, number) == payload(number) for number in range(40))
+
+
 def test_evicted_records_are_not_remembered(open_disk, monkeypatch, synced):
     monkeypatch.setattr("daric_rag.storage.saver._MAX_UNSYNCED", 8)
     tier = open_disk(3 * RECORD_BYTES)
