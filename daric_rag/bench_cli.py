@@ -224,7 +224,7 @@ def stall(
     from daric_rag.evaluation.workloads import TtftShape, parse_sizes
 
     shape = TtftShape.of_size(parse_sizes(size)[0])
-    vllm_options = {"max_num_batched_tokens": max_num_batched_tokens}
+    vllm_options: dict[str, Any] = {"max_num_batched_tokens": max_num_batched_tokens}
     with _serving(model, verbose, **vllm_options) as (engine, bar):
         bar.expect((1 + repeats) * RUNS_PER_ROUND)
         bench = StallBench(engine, streams=streams, shape=shape, on_run=bar.step)
