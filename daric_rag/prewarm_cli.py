@@ -36,7 +36,8 @@ prewarm_app = typer.Typer(
     "`daric prewarm SOURCE...` is `daric prewarm run SOURCE...`.\n\n"
     "Exit codes of a run: 0, all is stored; 1, it could not run; 2, wrong usage; 3, "
     "some documents failed, and the manifest says why; 4, the store has no more "
-    "room; 130, interrupted and ready to go on. Interrupt twice to stop at once.",
+    "room or cannot write; 130, interrupted and ready to go on. Interrupt twice to "
+    "stop at once.",
 )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import typer
@@ -69,7 +70,7 @@ def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
             "--watch needs watchfiles: pip install 'daric-rag[prewarm]'"
         ) from error
     settings.source()
-    stop = Stop()
+    stop, has_evicted = Stop(), Event()
     with ExitStack() as engines, stop.takes_signals():
         engine = engines.enter_context(
             _engine(settings, settings.store, as_json=as_json)
@@ -83,20 +84,23 @@ def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
         )
         # From now on nothing is missed, what changes during a run included.
         next(changes, None)
-        outcome = _run_on(engine, settings, settings.source(), stop)
+        outcome = _run_on(engine, settings, settings.source(), stop, has_evicted)
         for changed in changes:
             if not changed:
                 continue
             typer.echo("\n".join(outcome.lines), err=True)
-            if outcome.report.totals.removed:
+            if has_evicted.is_set() and settings.url is None:
                 # What was evicted on disk is in this engine's memory still: should it
                 # come back, the engine would call it stored.
                 engines.close()
                 engine = engines.enter_context(
                     _engine(settings, settings.store, as_json=as_json)
                 )
+                has_evicted.clear()
             try:
-                outcome = _run_on(engine, settings, settings.source(), stop)
+                outcome = _run_on(
+                    engine, settings, settings.source(), stop, has_evicted
+                )
             except DaricError as error:
                 # A folder may be gone for a moment: the next change tries again.
                 typer.echo(f"error: {error}", err=True)
@@ -150,7 +154,11 @@ def dry_run_of(settings: Settings, *, as_json: bool) -> None:
 
 
 def _run_on(
-    engine: Any, settings: Settings, source: PathSource, stop: Stop
+    engine: Any,
+    settings: Settings,
+    source: PathSource,
+    stop: Stop,
+    has_evicted: Event | None = None,
 ) -> _Outcome:
     from daric_rag.evaluation.prewarm_view import (
         report_json,
@@ -171,7 +179,13 @@ def _run_on(
             on_entry=on_entry,
         )
         if settings.sync is not None:
-            job.on_vanished = lambda entries: _give_up(settings, job.header, entries)
+
+            def give_up(entries: Sequence[Entry]) -> None:
+                if has_evicted is not None and entries and settings.sync == "evict":
+                    has_evicted.set()
+                _give_up(settings, job.header, entries)
+
+            job.on_vanished = give_up
         _check_template(settings, job.template)
         _check_models(settings, job.header)
         stop.attach(job)

@@ -148,8 +148,8 @@ def report_lines(report: JobReport, elapsed_s: float) -> list[str]:
         )
     elif report.stopped == "store":
         lines.append(
-            "stopped: the store took nothing any more (disk full, or not writable): "
-            "see the failed documents' errors and `df`, and run again"
+            "stopped: the store cannot write (disk full, or not writable): make room "
+            "or mend it, see `daric store stats`, and run again"
         )
     elif report.stopped == "stopped":
         lines.append("interrupted: run the same command again to go on")

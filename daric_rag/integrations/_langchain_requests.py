@@ -98,6 +98,8 @@ class ChatRequests(ChatFields):
             self._request, engine, messages, stop, kwargs, is_streamed=is_streamed
         )
         asks = self.tool_format == "auto" and self._has_template is None
+        # A parser's first use imports vLLM.
+        asks = asks or self.tool_parser is not None
         has_tools = kwargs.get("tools") or any(
             isinstance(message, ToolMessage) or getattr(message, "tool_calls", ())
             for message in messages

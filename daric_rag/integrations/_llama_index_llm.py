@@ -56,8 +56,8 @@ class DaricLLM(StructuredLLM):
             serialised.
         config: Layout, selection and capacities; a mapping of its fields will do.
         engine_options: Further keyword arguments of `EmbeddedEngine` (vLLM's, such as
-            ``max_model_len`` or ``dtype``) or `RemoteEngine`. Never serialised: they
-            may hold secrets.
+            ``max_model_len`` or ``dtype``) or `RemoteEngine`. Never serialised, as
+            they may hold secrets. A pickle has them, and is refused if they do.
         context_window: Tokens that prompt and answer may have together; None: the
             engine is asked, and opened for that.
         max_tokens: As in `GenerationOptions`, like the following ones.

@@ -111,7 +111,7 @@ class EngineLLM(LLM):
                 f"a {type(self).__name__} with engine= cannot be pickled; make it "
                 f"with the engine's settings instead"
             )
-        for name in ("headers", "transport"):
+        for name in ("headers", "transport", "hf_token"):
             if name in self.engine_options:
                 # Left out, the copy would be another one without a word.
                 raise TypeError(

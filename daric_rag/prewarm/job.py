@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -90,8 +91,8 @@ class PrewarmJob:
         """Compute what is new, until the source ends.
 
         Returns:
-            What was done. Documents that could not be stored are counted in it and
-            stop nothing.
+            What was done. Documents that could not be stored are counted in it, and
+            stop the job only where the store fails again and again.
 
         Raises:
             EngineError: The engine failed. What was done before is in the manifest.
@@ -108,9 +109,8 @@ class PrewarmJob:
 
             writer = None
             if self._manifest is not None:
-                self._check_vanishing(Manifest(self._manifest))
                 writer = stack.enter_context(
-                    ManifestWriter(self._manifest, self.header)
+                    ManifestWriter(self._manifest, self.header, self._check_vanishing)
                 )
                 seen.load(Manifest(self._manifest).entries(self.header))
             run = stack.enter_context(
@@ -138,7 +138,7 @@ class PrewarmJob:
             if document is None or is_full:
                 continue
             is_full = not run.take(document)
-            if run.stores_nothing:
+            if run.store_keeps_failing:
                 return "store"
             # What vanished makes room, and only the whole source tells what did.
             if is_full and self.on_vanished is None:
@@ -201,10 +201,17 @@ class PrewarmJob:
 
     def _check_vanishing(self, manifest: Manifest) -> None:
         """Refuse to take another job's documents for vanished ones."""
-        others = manifest.sources(self.header) - set(self.header["sources"])
-        if self.on_vanished is not None and others:
+        if self.on_vanished is None:
+            return
+        places = set(self.header["sources"])
+        others = [
+            other
+            for other in manifest.sources(self.header) - places
+            if not any(str(folder) in places for folder in Path(other).parents)
+        ]
+        if others:
             raise ConfigError(
                 f"the manifest {manifest.path} is of other sources too "
                 f"({', '.join(sorted(others))}), whose documents would be given up: "
-                f"name them as well, or another file with --manifest"
+                f"name another file with --manifest, or those sources as well"
             )

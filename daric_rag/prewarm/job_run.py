@@ -23,9 +23,6 @@ __all__ = ["JobRun", "NewDocument", "PrewarmEngine"]
 
 # Entries in memory, however fast an engine is.
 _MAX_UNWRITTEN = 2048
-# Commits in a row of which some was lost: after a failure, a store pauses for a minute,
-# and what is computed meanwhile is computed for nothing.
-_MAX_LOSSY = 3
 
 
 class PrewarmEngine(Protocol):
@@ -85,7 +82,7 @@ class JobRun:
         self._pool = ThreadPoolExecutor(options.max_in_flight, "daric-prewarm")
         self._in_flight: deque[_Batch] = deque()
         self._unwritten: list[Entry] = []
-        self._num_chars = self._num_tokens = self._num_lossy = 0
+        self._num_chars = self._num_tokens = 0
         self._committed_s = self._settled_s = time.monotonic()
         self.totals = Totals()
         self.hides_others = False
@@ -104,9 +101,9 @@ class JobRun:
         self._commit_if_due()
 
     @property
-    def stores_nothing(self) -> bool:
-        """Whether the store has lost something again and again."""
-        return self._num_lossy >= _MAX_LOSSY
+    def store_keeps_failing(self) -> bool:
+        """See `StoreGuard.keeps_failing`."""
+        return self._guard.keeps_failing
 
     def take(self, document: NewDocument) -> bool:
         """Take a document in; returns whether the store has room for it."""
@@ -230,7 +227,6 @@ class JobRun:
             flush()
         self._guard.look(self._waiting_tokens)
         took_all = self._guard.took_all()
-        self._num_lossy = 0 if took_all else self._num_lossy + 1
         if not took_all:
             entries = [_doubted(entry) for entry in entries]
             # What was lost may be of a batch that is not settled yet.

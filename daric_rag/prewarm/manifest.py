@@ -19,7 +19,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, Self, get_args
@@ -162,13 +162,19 @@ class ManifestWriter:
     Args:
         path: The file, made if absent.
         header: See `header_of`; written unless it is the file's last one.
+        check: Called with what the file holds before anything is written; may raise.
 
     Raises:
         ConfigError: Another process appends to it, or it is something else.
         StoreError: It cannot be written.
     """
 
-    def __init__(self, path: str | os.PathLike[str], header: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        header: Mapping[str, Any],
+        check: Callable[[Manifest], None] = lambda manifest: None,
+    ) -> None:
         """Cut off what a kill left unfinished."""
         self.path = Path(path)
         try:
@@ -189,6 +195,7 @@ class ManifestWriter:
                 raise ConfigError(
                     f"{path} is no manifest: name another file with --manifest"
                 )
+            check(Manifest(self.path))
             if not headers or headers[-1] != dict(header):
                 self._write([dict(header)])
         except BaseException:

@@ -5,7 +5,6 @@ A source is read while its documents are computed and never held as a whole.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import stat
@@ -91,8 +90,8 @@ class PathSource:
     @property
     def places(self) -> list[str]:
         """Where the documents are, however the paths are written; for the manifest."""
-        absolute = (p if p == "-" else str(Path(p).absolute()) for p in self._paths)
-        return sorted(set(absolute))
+        resolved = (p if p == "-" else str(Path(p).resolve()) for p in self._paths)
+        return sorted(set(resolved))
 
     @property
     def num_bytes(self) -> int | None:
@@ -204,8 +203,8 @@ def _files_of(
 ) -> Iterator[Path]:
     """Yield a file itself, or a folder's files; what cannot be looked into is told."""
     root = Path(path)
-    if not root.exists():
-        on_error(_missing(root))
+    if (failure := _failure(root)) is not None:
+        on_error(failure)
         return
     if not root.is_dir():
         yield root
@@ -219,10 +218,12 @@ def _files_of(
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             file = Path(folder, name)
-            if not name.startswith(".") and file.is_symlink() and not file.exists():
+            if not name.startswith(".") and file.is_symlink():
                 # A whole folder may be behind it, on a mount that is not there.
-                on_error(_missing(file))
-                continue
+                failure = _failure(file)
+                if failure is not None:
+                    on_error(failure)
+                    continue
             if name.startswith(".") or file.suffix.lower() not in SUFFIXES:
                 continue
             # A job's own record may lie beside the documents.
@@ -230,8 +231,13 @@ def _files_of(
                 yield file
 
 
-def _missing(path: Path) -> OSError:
-    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+def _failure(path: Path) -> OSError | None:
+    """Return why nothing can be said of what is there; None if something can."""
+    try:
+        path.stat()
+    except OSError as error:
+        return error
+    return None
 
 
 def _is_new(folder: str, visited: set[tuple[int, int]]) -> bool:

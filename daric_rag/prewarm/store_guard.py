@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreGuard"]
 
+_MOST_FAILING = 3
+
 
 class StoreGuard:
     """Keeps a job from evicting what it just made. For one thread.
@@ -36,7 +38,10 @@ class StoreGuard:
         self._stats, self._budget = stats, budget_bytes
         self._held_bytes = self._limit_bytes = self._num_lost = 0
         self._promised_tokens = 0
+        self._failed_writes = self._num_failing = 0
+        self._has_failed = False
         self.look(0)
+        self._has_failed = False
         self._start_bytes, self._known_lost = self._held_bytes, self._num_lost
         self._num_tokens = 0
         self._bytes_per_token = 0.0
@@ -64,6 +69,8 @@ class StoreGuard:
         tier = _tier(stats)
         dropped = stats.dropped_writes if stats.disk is not None else 0
         self._num_lost = tier.failed_writes + tier.evicted + dropped
+        self._has_failed |= tier.failed_writes > self._failed_writes
+        self._failed_writes = tier.failed_writes
         self._held_bytes = tier.nbytes
         self._limit_bytes = min(
             self._budget or tier.capacity_bytes, tier.capacity_bytes
@@ -100,7 +107,18 @@ class StoreGuard:
     def took_all(self) -> bool:
         """Whether, since this was last asked, the store kept all it was given."""
         before, self._known_lost = self._known_lost, self._num_lost
+        self._num_failing = self._num_failing + 1 if self._has_failed else 0
+        self._has_failed = False
         return self._num_lost == before
+
+    @property
+    def keeps_failing(self) -> bool:
+        """Whether writing failed before each of the last times this was asked of.
+
+        After a failure a store pauses for a minute: what is computed meanwhile is
+        computed for nothing.
+        """
+        return self._num_failing >= _MOST_FAILING
 
     def _fits(self, num_tokens: int) -> bool:
         needed = max(self._bytes_per_token * num_tokens, 1.0)

@@ -46,6 +46,11 @@ __all__ = ["DaricConnector", "closing_params"]
 
 logger = logging.getLogger(__name__)
 
+_RESET = (
+    "vLLM's caches were reset, after which its weights may be others; start another "
+    "engine to reuse documents"
+)
+
 # Any will do: vocabularies begin with special tokens and bytes.
 _GATE_TOKEN = 7
 
@@ -307,12 +312,15 @@ class DaricConnector(KVConnectorBase_V1):
         )
 
     def reset_cache(self) -> bool:
-        """Refuse: vLLM asks for it where a running engine got other weights."""
-        logger.warning(
-            "the store was not reset: its records are those of the weights that this "
-            "engine started with; to run other weights, start another engine"
-        )
-        return False
+        """Reuse nothing from now on: the weights may be others after it.
+
+        vLLM asks for it where an operator has it pause, sleep, or take other weights.
+        Records are named after the weights that an engine started with.
+        """
+        if self.role is KVConnectorRole.SCHEDULER:
+            self.scheduler.end_reuse(_RESET)
+            logger.warning("no request is served with reuse any more: %s", _RESET)
+        return True
 
     def shutdown(self) -> None:
         """Close what this half holds open."""

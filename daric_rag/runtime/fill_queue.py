@@ -142,6 +142,9 @@ class FillQueue:
     def next_pass(self, limits: Limits, chunks: ChunkBlocks) -> list[SubRequest]:
         """Return the next pass's sub-requests; `complete` follows the pass.
 
+        May be asked again, with other limits: what it returned last is the pass.
+        Scratch blocks that it lends for a chunk stay lent.
+
         Args:
             limits: What the pass has room for.
             chunks: Between store and blocks.

@@ -57,6 +57,11 @@ class SchedulerSide:
         self._saving = PendingSaves()
         self._ended = EndedRequests(self.stats)
         self._told: dict[str, dict[str, Any]] = {}
+        self._refusal = ""
+
+    def end_reuse(self, reason: str) -> None:
+        """Serve every request that has no blocks yet as an ordinary one."""
+        self._refusal = reason
 
     def bind_scratch(self, scratch: ScratchBlocks) -> None:
         """Take the source of scratch blocks, once vLLM has its block pool."""
@@ -119,6 +124,8 @@ class SchedulerSide:
         if tracked is not None:
             # Before anything else: one that was preempted keeps nobody waiting.
             tracked.in_prefill, tracked.plan = False, None
+            if tracked.wire is not None and not tracked.reason:
+                tracked.reason = self._refusal
         if self._admission.is_blocked:
             return None, False
         if tracked is None or tracked.wire is None or tracked.reason:

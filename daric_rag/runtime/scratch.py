@@ -76,8 +76,8 @@ class ScratchBlocks:
         """Take blocks for an admitted request.
 
         Enough for its longest chunk, since any record may turn out to be lost, and
-        for all missing ones together while the pool has them; but no more than half
-        of what is free, where they are held.
+        for all missing ones together while the pool has them: where they are held,
+        while that leaves half of what is free.
 
         Args:
             num_tokens: Of the request.

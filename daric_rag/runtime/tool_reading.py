@@ -113,7 +113,7 @@ def tool_reader(
         return parser
 
     try:
-        return ToolReader(make_parser, request)
+        reader = ToolReader(make_parser, request)
     except Exception as error:
         # Most look for their markers among the model's tokens, and each of them has
         # an error of its own where these are missing.
@@ -122,6 +122,24 @@ def tool_reader(
             f"the parser that vLLM's documentation names for the model, and with a "
             f"server tokenizer= as an object"
         ) from error
+    if not _is_made(make_parser(), request):
+        raise ConfigError(
+            f"tool_parser {name!r} stands for a form that vLLM reads elsewhere; leave "
+            f"tool_parser out"
+        )
+    return reader
+
+
+def _is_made(parser: Any, request: Any) -> bool:
+    """Whether a parser reads anything: vLLM registers one that does not."""
+    try:
+        parser.extract_tool_calls("", request)
+    except NotImplementedError:
+        return False
+    except Exception:
+        # An empty answer may be a fault to it.
+        return True
+    return True
 
 
 def _rest(text: str, told: str) -> str:

@@ -26,10 +26,10 @@ __all__ = [
 
 @dataclass
 class TrackedRequest:
-    """A DARIC request from its arrival to its end.
+    """A request from its arrival to its end: a DARIC one, or one that shares its salt.
 
     Attributes:
-        wire: Its layout; None if it is damaged (see `reason`).
+        wire: Its layout; None if it is damaged (see `reason`) or ordinary.
         salt: Requests of one salt share prefix-cache blocks.
         own_salt: Whether the salt stands for this very layout, not for a
             conversation, so that the first chunk's blocks are exact even where the

@@ -382,6 +382,7 @@ def test_standard_input_is_read(corpus: Path) -> None:
 
 PROGRAM = """
 import sys
+from dataclasses import replace
 from daric_rag import cli, prewarm_run
 from tests.prewarm.engines import DiskEngine
 
@@ -389,7 +390,15 @@ class Led(DiskEngine):
     def prewarm_each(self, documents):
         sys.stderr.write("batch\\n")
         sys.stdin.readline()
-        return super().prewarm_each(documents)
+        # As engines do, it keeps in memory what others evict on disk.
+        outcomes = super().prewarm_each(documents)
+        known = self.__dict__.setdefault("known", set())
+        for index, outcome in enumerate(outcomes):
+            if outcome.document_hash in known:
+                self.disk.delete(outcome.document_hash)
+                outcomes[index] = replace(outcome, saved_tokens=0)
+            known.add(outcome.document_hash)
+        return outcomes
 
 def opened(settings, store):
     sys.stderr.write("opened\\n")

@@ -301,13 +301,22 @@ def test_a_foreign_salt_is_not_served(
     )
 
 
-def test_the_store_is_not_reset_for_other_weights(
-    harness: Harness, caplog: pytest.LogCaptureFixture
+@pytest.mark.usefixtures("no_engine")
+def test_nothing_is_reused_once_weights_may_be_others(
+    tiny_model: Callable[[str], Path],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """vLLM would take a reset that did nothing for one that did."""
-    with caplog.at_level("WARNING"):
-        was_reset = harness.engine._loop.call(
-            lambda engine: engine.reset_prefix_cache(False, True)
-        )
-    assert not was_reset
-    assert "start another engine" in caplog.text
+    """The store's records are of the weights that the engine started with."""
+    prompt = as_prompt(random_prompt(82, (37, 129, 163, 23)))
+    model, fields = str(tiny_model(KIND)), {"dtype": "float32", "max_model_len": 4096}
+    with EmbeddedEngine(model, store=":memory:", **fields) as engine:
+        first = engine.generate(prompt, **OPTIONS)
+        assert first.reuse.saved_tokens > 0
+        reset = engine._loop.call(lambda vllm: vllm.reset_prefix_cache(False, True))
+        assert reset
+        assert "start another engine" in caplog.text
+        records = engine.store_stats().host.num_records
+        again = engine.generate(prompt, **OPTIONS)
+        assert again.reuse.hit_tokens == again.reuse.saved_tokens == 0
+        assert "caches were reset" in again.reuse.reason
+        assert engine.store_stats().host.num_records == records

@@ -16,6 +16,7 @@ from prometheus_client import (
 )
 
 from daric_rag.engine import ReuseStats
+from daric_rag.runtime.metadata import DaricMetadata
 from daric_rag.runtime.metrics import COUNTERS, GAUGES, DaricPromMetrics, DaricStats
 from daric_rag.storage import StoreStats
 from daric_rag.storage.base import TierStats
@@ -172,3 +173,18 @@ def test_engines_have_series_of_their_own():
     metrics.observe(counted(evictions=3).to_dict(), engine_idx=1)
     assert value_of(registry, "evictions_total", engine="1") == 3
     assert value_of(registry, "evictions_total", engine="0") == 0
+
+
+@pytest.mark.parametrize("is_step", [True, False])
+def test_passes_of_sub_requests_take_no_counts(is_step):
+    """vLLM asks after every pass, and what they return is discarded."""
+    from daric_rag.runtime.connector import DaricConnector, KVConnectorRole
+
+    half = SimpleNamespace(
+        role=KVConnectorRole.WORKER,
+        _connector_metadata=DaricMetadata(is_step=is_step),
+        worker=SimpleNamespace(stats=counted(evictions=1)),
+    )
+    taken = DaricConnector.get_kv_connector_stats(half)
+    assert (taken is not None) == is_step
+    assert half.worker.stats.is_empty() == is_step

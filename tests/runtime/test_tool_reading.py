@@ -113,6 +113,11 @@ def test_an_unknown_parser_is_told_with_those_there_are() -> None:
         tool_reader("hermse", TOOLS, build_tokenizer())
 
 
+def test_a_parser_that_is_not_made_is_refused() -> None:
+    with pytest.raises(ConfigError, match="reads elsewhere"):
+        tool_reader("openai", TOOLS, build_tokenizer())
+
+
 def test_a_parser_of_other_models_is_refused() -> None:
     # Its marker is none of this model's tokens.
     with pytest.raises(ConfigError, match="cannot read this model's answers"):
