@@ -36,6 +36,7 @@ COMMANDS = {
     "prewarm_cli",
     "prewarm_run",
     "prewarm_settings",
+    "prewarm_signals",
     "serve_cli",
     "store_cli",
     "store_options",

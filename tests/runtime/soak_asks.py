@@ -101,7 +101,7 @@ def _drawn(draw: random.Random, asks: Sequence[Ask]) -> list[Ask]:
         return [ask] * draw.randint(2, 4)
     if kind < 0.37:
         return _turns(draw, ask, draw.randint(2, 5))
-    if kind < 0.38:
+    if kind < 0.41:
         long = replace(ask, max_tokens=LONG_ANSWER)
         return [replace(long, question=_question(draw)) for _ in range(8)]
     return [ask]

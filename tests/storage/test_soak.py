@@ -6,6 +6,8 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from daric_rag.storage import DiskTier
 from daric_rag.storage.reclaiming import Reclaimed
 from tests.storage.records import record_files
@@ -89,6 +91,7 @@ def churn(server, observer, tier) -> list[dict]:
     return reports
 
 
+@pytest.mark.usefixtures("all_cpus")
 def test_soak(folder):
     observer = Observer(folder)
     with closing(DiskTier(folder, CAPACITY_BYTES)) as tier, WriterServer() as server:
