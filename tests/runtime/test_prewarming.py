@@ -1,8 +1,12 @@
-"""Pre-warm jobs on engines: full hits afterwards, honest counts, kills."""
+"""Pre-warm jobs on engines: full hits afterwards, honest counts, kills.
+
+    DARIC_KILLS=20 pytest tests/runtime/test_prewarming.py -k killed
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -33,7 +37,7 @@ DOCUMENTS = [
     {"title": f"Report {n}", "text": "the ferry leaves at noon. " * (3 + 7 * n % 60)}
     for n in range(40)
 ]
-NUM_KILLS = 2
+NUM_KILLS = int(os.environ.get("DARIC_KILLS", "2"))
 
 
 @pytest.fixture(scope="module")
