@@ -1,6 +1,6 @@
 """Pre-warm jobs on engines: full hits afterwards, honest counts, kills.
 
-    DARIC_KILLS=20 pytest tests/runtime/test_prewarming.py -k killed
+DARIC_KILLS=20 pytest tests/runtime/test_prewarming.py -k killed
 """
 
 from __future__ import annotations
