@@ -111,7 +111,7 @@ def run(
     ] = None,
     batch_tokens: Annotated[
         int, typer.Option(min=1, help="About so many tokens at once.")
-    ] = 16_384,
+    ] = 8_192,
     ttl: Annotated[
         str | None,
         typer.Option(

@@ -141,8 +141,9 @@ class PromptBuilder:
         """Return the prompt with as many documents as fit.
 
         Those of the lowest score go first, the later one where scores are equal; the
-        last ones if there are no scores. Order is kept. `count` is called a few times,
-        because documents' lengths add up: once if everything fits.
+        last ones if there are no scores; and first of all one that does not fit even
+        alone. Order is kept. `count` is called a few times, because documents' lengths
+        add up: once if everything fits.
 
         Args:
             documents: As in `build`.
@@ -165,17 +166,22 @@ class PromptBuilder:
         messages = messages_of(history)
         ranked = ranked_first(selection.kept, documents, scores)
 
-        def best(num_documents: int) -> BuiltPrompt:
-            chosen = selection.only(set(ranked[:num_documents]))
-            return self._built(chosen, question, messages)
+        def built(indices: Sequence[int]) -> BuiltPrompt:
+            return self._built(selection.only(set(indices)), question, messages)
 
         fewest = 0 if self._asked(question).strip() else min(1, len(ranked))
-        num_chars = [len(selection.kept[index].text) for index in ranked]
-        return best(
-            most_that_fit(
-                num_chars, max_prompt_tokens, lambda n: count(best(n).prompt), fewest
+        while True:
+            num_fit = most_that_fit(
+                [len(selection.kept[index].text) for index in ranked],
+                max_prompt_tokens,
+                lambda n: count(built(ranked[:n]).prompt),
+                fewest,
             )
-        )
+            last = ranked[num_fit : num_fit + 1]
+            if not last or count(built(last).prompt) <= max_prompt_tokens:
+                return built(ranked[:num_fit])
+            # It fits in no prompt, and must not keep out those behind it.
+            ranked.remove(last[0])
 
     def delimited(self, documents: Sequence[Any], question: str) -> str:
         """Return the prompt as one text, for `DaricConfig.delimiter`.

@@ -19,6 +19,10 @@ from daric_rag.store_options import DiskBytes, KeyFile, print_json
 
 __all__ = ["serve_command"]
 
+# vLLM's own share, 0.92, is seldom free where other programs run, and then it does
+# not start. On CPUs, too, it goes by this name.
+_CPU_MEMORY_SHARE = 0.5
+
 
 _SERVER_MODULE = "vllm.entrypoints.launchers.api_server.entry"
 
@@ -119,6 +123,7 @@ def _command(
         "served_model_name": model,
         "tensor_parallel_size": num_ranks,
         **default_options(on_cpu=on_cpu),
+        **({"gpu_memory_utilization": _CPU_MEMORY_SHARE} if on_cpu else {}),
         **FIXED_OPTIONS,
         "kv_transfer_config": transfer_fields(store, config),
         "middleware": MIDDLEWARE,

@@ -43,8 +43,8 @@ class ChatRequests(ChatFields):
 
     _has_template: bool | None = PrivateAttr(default=None)
 
-    def _model_name(self) -> str:
-        engine = self.engine
+    def _model_name(self, engine: Engine | None = None) -> str:
+        engine = engine or self.engine
         named = self.model or getattr(engine, "model_path", None)
         return str(named or getattr(engine, "model", None) or self.base_url or PROVIDER)
 
@@ -74,7 +74,7 @@ class ChatRequests(ChatFields):
         as_text = _needs_tools(tools, conversation) and self._as_text(engine)
         options |= _guide(options, tools, chosen, as_text)
         names = [tool["function"]["name"] for tool in tools]
-        form = AnswerForm(self._model_name(), bool(chosen), names)
+        form = AnswerForm(self._model_name(engine), bool(chosen), names)
         if self.tool_parser is not None and tools and not (chosen or as_text):
             make_parser = partial(_parser, engine, self.tool_parser, tools)
             form = replace(form, make_parser=make_parser)

@@ -41,7 +41,7 @@ class JobOptions:
     """
 
     shard: Shard = field(default_factory=Shard)
-    batch_tokens: int = 16_384
+    batch_tokens: int = 8_192
     batch_documents: int = 256
     max_in_flight: int = 2
     commit_interval_s: float = 10.0
