@@ -122,11 +122,10 @@ class JobReport:
     Attributes:
         totals: What was done.
         stopped: Why it ended before all was done: ``"stopped"`` by `stop`;
-            ``"budget"``: the store has no more room; ``"store"``: writing to it
-            failed again and again; ``"empty"``: the source has no
-            document at all, so that ``sync`` would have removed everything;
-            ``"unreadable"``: it could not be read as a whole, so that ``sync`` removed
-            nothing; "" if all was done.
+            ``"budget"``: the store has no more room; ``"store"``: writing to it failed
+            again and again; ``"empty"``: the source has no document at all, so that
+            ``sync`` would have removed everything; ``"unreadable"``: it could not be
+            read as a whole, so that ``sync`` removed nothing; "" if all was done.
     """
 
     totals: Totals

@@ -158,11 +158,12 @@ class StepRun:
         # In a pass of its own nothing is sampled, which pays where there is nobody to
         # sample for.
         alone = Limits(share if taken else limits.max_num_tokens, limits.max_num_seqs)
-        if taken and room >= share and self._may_join(Limits(room, seats), alone):
-            subs = self._queue.next_pass(Limits(room, seats), self._chunks)
-            self._has_joined = bool(subs)
-            self._queue.expect_saves(self._chunks)
-            return joining + subs
+        if taken and room >= share and seats >= 1:
+            beside = self._beside_vllm(Limits(room, seats), alone)
+            if beside is not None:
+                self._has_joined = bool(beside)
+                self._queue.expect_saves(self._chunks)
+                return joining + beside
         subs = self._queue.next_pass(alone, self._chunks)
         if not subs:
             return joining
@@ -174,18 +175,19 @@ class StepRun:
         self._queue.complete(self._chunks, self.report, self._pass_started_s)
         return []
 
-    def _may_join(self, room: Limits, alone: Limits) -> bool:
-        """Whether the queue gets its share in what vLLM's pass has room for.
+    def _beside_vllm(self, room: Limits, alone: Limits) -> list[SubRequest] | None:
+        """Return the queue's part of vLLM's pass; None if one of its own brings more.
 
         Tokens may be free where seats are not: then many short windows would take a
         step each.
         """
-        if room.max_num_seqs < 1:
-            return False
-        joined = self._queue.next_pass(room, self._chunks)
-        if len(joined) < room.max_num_seqs or _total(joined) >= alone.max_num_tokens:
-            return True
-        return _total(joined) >= _total(self._queue.next_pass(alone, self._chunks))
+        subs = self._queue.next_pass(room, self._chunks)
+        if len(subs) < room.max_num_seqs or _total(subs) >= alone.max_num_tokens:
+            return subs
+        if _total(self._queue.next_pass(alone, self._chunks)) > _total(subs):
+            return None
+        # What it returned last is the pass.
+        return self._queue.next_pass(room, self._chunks)
 
 
 def _total(subs: Sequence[SubRequest]) -> int:

@@ -9,6 +9,9 @@ from daric_rag.errors import ConfigError, VllmVersionError
 
 __all__ = ["ToolReader", "tool_reader"]
 
+# Classes of parsers that are known to read something, as every request asks for one.
+_made: set[type[Any]] = set()
+
 
 class ToolReader:
     """Client process. Reads one answer, piece by piece.
@@ -122,24 +125,24 @@ def tool_reader(
             f"the parser that vLLM's documentation names for the model, and with a "
             f"server tokenizer= as an object"
         ) from error
-    if not _is_made(make_parser(), request):
-        raise ConfigError(
-            f"tool_parser {name!r} stands for a form that vLLM reads elsewhere; leave "
-            f"tool_parser out"
-        )
+    if kind not in _made:
+        _check_made(name, make_parser(), request)
+        _made.add(kind)
     return reader
 
 
-def _is_made(parser: Any, request: Any) -> bool:
-    """Whether a parser reads anything: vLLM registers one that does not."""
+def _check_made(name: str, parser: Any, request: Any) -> None:
+    """Refuse a parser that reads nothing: vLLM registers one."""
     try:
         parser.extract_tool_calls("", request)
-    except NotImplementedError:
-        return False
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"tool_parser {name!r} stands for a form that vLLM reads elsewhere; leave "
+            f"tool_parser out"
+        ) from error
     except Exception:
         # An empty answer may be a fault to it.
-        return True
-    return True
+        return
 
 
 def _rest(text: str, told: str) -> str:
