@@ -76,7 +76,9 @@ class Stop:
         self.event.set()
         if self._job is not None:
             self._job.stop()
-        sys.stderr.write("finishing the batch; interrupt again to stop at once\n")
+        sys.stderr.write(
+            "finishing the batches under way; interrupt again to stop at once\n"
+        )
         if self._is_reading:
             # Or Python would go on waiting for whoever writes to standard input.
             raise _ReadingEndedError

@@ -32,11 +32,16 @@ _LOG_INTERVAL_S = 10.0
 OnEntry = Callable[[Entry, Totals], None]
 
 
-def eta_s(elapsed_s: float, done_bytes: int, total_bytes: int | None) -> float | None:
-    """Return about how many seconds are left; None while nothing tells."""
-    if not total_bytes or done_bytes <= 0:
+def eta_s(elapsed_s: float, totals: Totals, total_bytes: int | None) -> float | None:
+    """Return about how many seconds are left; None while nothing tells.
+
+    As though all that is left were the engine's work: what an earlier run did comes
+    first as a rule, and says nothing of how fast the rest will go.
+    """
+    if not total_bytes or not totals.engine_bytes:
         return None
-    return elapsed_s * max(total_bytes - done_bytes, 0) / done_bytes
+    left_bytes = max(total_bytes - totals.source_bytes, 0)
+    return elapsed_s * left_bytes / totals.engine_bytes
 
 
 @contextmanager
@@ -89,7 +94,7 @@ class _Log:
         if now - self._told >= _LOG_INTERVAL_S:
             self._told = now
             elapsed = now - self._start
-            left = eta_s(elapsed, totals.source_bytes, self._total_bytes)
+            left = eta_s(elapsed, totals, self._total_bytes)
             _log(
                 {
                     "event": "progress",
@@ -108,7 +113,7 @@ def _log(line: dict[str, Any]) -> None:
 
 def _counts(totals: Totals, elapsed_s: float, total_bytes: int | None) -> str:
     rate = totals.computed_tokens / elapsed_s if elapsed_s > 0 else 0.0
-    left = eta_s(elapsed_s, totals.source_bytes, total_bytes)
+    left = eta_s(elapsed_s, totals, total_bytes)
     eta = "" if left is None else f", {left:.0f} s left"
     return (
         f"{totals.computed} computed, {totals.hit + totals.known} hit, "

@@ -135,7 +135,10 @@ class PrewarmJob:
             if self._stopping.is_set():
                 return "stopped"
             document = self._examine(item, run, seen)
-            if document is None or is_full:
+            if document is None:
+                run.totals.source_bytes += item.source_bytes
+                continue
+            if is_full:
                 continue
             is_full = not run.take(document)
             if run.store_keeps_failing:
@@ -152,7 +155,6 @@ class PrewarmJob:
         self, item: SourceItem, run: JobRun, seen: SeenDocuments
     ) -> NewDocument | None:
         """Return what is to be computed of an item; None if nothing is."""
-        run.totals.source_bytes += item.source_bytes
         if item.error:
             seen.keep(item.id)
             run.hides_others |= item.hides_others

@@ -82,7 +82,7 @@ class JobRun:
         self._pool = ThreadPoolExecutor(options.max_in_flight, "daric-prewarm")
         self._in_flight: deque[_Batch] = deque()
         self._unwritten: list[Entry] = []
-        self._num_chars = self._num_tokens = 0
+        self._settled_bytes = self._num_chars = self._num_tokens = 0
         self._committed_s = self._settled_s = time.monotonic()
         self.totals = Totals()
         self.hides_others = False
@@ -191,6 +191,7 @@ class JobRun:
             share = outcome.num_tokens / num_tokens if num_tokens else 0.0
             entry = _entry(document, outcome, seconds * share)
             self._unwritten.append(_doubted(entry) if batch.is_suspect else entry)
+            self._settled_bytes += document.source_bytes
             if outcome.num_tokens:
                 self._num_chars += len(document.part.text)
                 self._num_tokens += outcome.num_tokens
@@ -216,6 +217,9 @@ class JobRun:
         entries = [replace(entry, time=entry.time or now) for entry in entries]
         if self._writer is not None:
             self._writer.append(entries)
+        settled_bytes, self._settled_bytes = self._settled_bytes, 0
+        self.totals.source_bytes += settled_bytes
+        self.totals.engine_bytes += settled_bytes
         for entry in entries:
             self.totals.add(entry)
             self._on_entry(entry, self.totals)

@@ -84,7 +84,8 @@ class Totals:
         computed_tokens: Of the computed documents.
         hit_tokens: Of the hit ones.
         nbytes: Of the computed ones, on disk, as far as can be told.
-        source_bytes: Read from the source.
+        source_bytes: Of the source, whatever became of it.
+        engine_bytes: Of those, what the engine has worked on, for the time left.
     """
 
     computed: int = 0
@@ -99,6 +100,7 @@ class Totals:
     hit_tokens: int = 0
     nbytes: int = 0
     source_bytes: int = 0
+    engine_bytes: int = 0
 
     @property
     def num_alive(self) -> int:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -23,11 +24,11 @@ from daric_rag.storage.format import (
     HEADER_LEN,
     RecordError,
     RecordHeader,
-    body_checksum,
     check_identity,
     decode_header,
     encode_header,
 )
+from daric_rag.storage.new_file import Content, WriteFile, write_cached
 
 __all__ = [
     "TEMPORARY_SUFFIX",
@@ -93,7 +94,11 @@ def open_side_data(key: bytes, sealed: bytes, cipher: RecordCipher) -> bytes:
 
 
 def write_record_file(
-    path: Path, record: Record, *, cipher: RecordCipher | None = None
+    path: Path,
+    record: Record,
+    *,
+    cipher: RecordCipher | None = None,
+    write: WriteFile = write_cached,
 ) -> None:
     """Write a record to a new file under a temporary name, then give it its own.
 
@@ -104,6 +109,7 @@ def write_record_file(
         path: Must not exist; its folder is made.
         record: What to write.
         cipher: Seals what follows the header.
+        write: Writes the file.
 
     Raises:
         OSError: If the file cannot be written.
@@ -115,13 +121,9 @@ def write_record_file(
     if cipher is not None:
         aads = (payload_aad(header), side_data_aad(header.segment_key))
         body = [cipher.seal(aad, part) for aad, part in zip(aads, body, strict=False)]
-    packed = encode_header(header, body_checksum(*body))
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
-        with _create(temporary) as file:
-            for part in (memoryview(packed), *body):
-                while part:
-                    part = part[file.write(part) :]
+        write(temporary, Content(HEADER_LEN, partial(encode_header, header), body))
         temporary.rename(path)
     except BaseException:
         with suppress(OSError):
@@ -247,12 +249,3 @@ def _fill(file: BinaryIO, parts: list[memoryview]) -> int:
             hasher.update(piece[:num_read])
             start += num_read
     return hasher.intdigest()
-
-
-def _create(path: Path) -> BinaryIO:
-    # Whoever reclaims empty folders may delete ours between our two calls.
-    for _ in range(10):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            return open(path, "xb", buffering=0)
-    raise FileNotFoundError(errno.ENOENT, "folder deleted while in use", str(path))

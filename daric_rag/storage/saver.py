@@ -19,6 +19,7 @@ from daric_rag.storage.cipher import RecordCipher
 from daric_rag.storage.database import DATABASE_ERRORS, Reservation, SegmentRow
 from daric_rag.storage.format import RecordHeader
 from daric_rag.storage.ledger import Ledger, NoRoomError
+from daric_rag.storage.new_file import DirectWriter, write_cached
 from daric_rag.storage.record_file import (
     file_len,
     seal_side_data,
@@ -55,7 +56,8 @@ class Saver:
         ledger: Changes it.
         capacity_bytes: The budget.
         cipher: Seals payloads and side data.
-        keeps_pages: Whether what was written stays in the system's page cache.
+        keeps_pages: Whether what was written stays in the system's page cache; else it
+            is written past it where that is possible.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Saver:
         self._capacity_bytes = capacity_bytes
         self._cipher = cipher
         self._keeps_pages = keeps_pages
+        self._write_file = write_cached if keeps_pages else DirectWriter().write
         self._paused_until = 0.0
         self._is_failing = False
         self._uses_saved_at = time.monotonic()
@@ -190,7 +193,9 @@ class Saver:
                 return
             try:
                 path = self._ledger.path(reservation.filename)
-                write_record_file(path, record, cipher=self._cipher)
+                write_record_file(
+                    path, record, cipher=self._cipher, write=self._write_file
+                )
                 row = self._row(record, header, reservation)
                 if self._ledger.publish(reservation, row):
                     self._add_unsynced(reservation.filename, record.key)

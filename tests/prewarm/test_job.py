@@ -246,6 +246,29 @@ def test_a_source_that_fails_loses_nothing_that_was_read(
     assert len(entries(manifest)) == len(engine.texts) > 5
 
 
+def test_bytes_count_once_a_document_is_settled(
+    engine: FolderEngine, manifest: Path
+) -> None:
+    items = [
+        SourceItem(text, {"text": text}, source_bytes=10)
+        for text in [*TEXTS[:6], " ", TEXTS[0]]
+    ]
+    run(engine, items[:2], manifest)
+    seen = []
+
+    def note(entry: Entry, totals: Totals) -> None:
+        seen.append((totals.source_bytes, totals.engine_bytes))
+
+    options = JobOptions(batch_tokens=5, commit_interval_s=0)
+    job = PrewarmJob(engine, items, manifest=manifest, options=options, on_entry=note)
+    totals = job.run().totals
+    assert (totals.source_bytes, totals.engine_bytes) == (80, 40)
+    assert (totals.known, totals.computed) == (2, 4)
+    # What was read and is under way is not among them.
+    assert seen[0] == (30, 10)
+    assert seen == sorted(seen)
+
+
 def test_callbacks_hear_of_every_document(engine: FolderEngine) -> None:
     heard: list[tuple[str, int]] = []
     PrewarmJob(

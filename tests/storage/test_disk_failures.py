@@ -8,7 +8,7 @@ import stat
 import pytest
 
 from daric_rag.errors import StoreError
-from daric_rag.storage import DiskTier, record_file, saver
+from daric_rag.storage import DiskTier, new_file, saver
 from daric_rag.storage.database import RecordDatabase
 from tests.storage.records import (
     CAPACITY_BYTES,
@@ -84,8 +84,8 @@ def test_a_full_disk_pauses_saving_and_keeps_serving(
 ):
     tier = open_disk()
     tier.write(record(1))
-    create = record_file._create
-    monkeypatch.setattr(record_file, "_create", lambda path: FullDisk(create(path)))
+    create = new_file._create
+    monkeypatch.setattr(new_file, "_create", lambda path: FullDisk(create(path)))
 
     for number in (2, 3):
         tier.write(record(number))

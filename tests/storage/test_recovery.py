@@ -22,7 +22,7 @@ from tests.storage.records import (
 # The process kills itself before or after a step of its sixth write, for which it has
 # to evict the first of its records.
 _PRELUDE = """
-from daric_rag.storage import database, ledger, record_file, saver
+from daric_rag.storage import database, ledger, new_file, record_file, saver
 def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
 def kill(owner, name, when):
     step = getattr(owner, name)
@@ -37,7 +37,7 @@ class Half:
     def write(self, part):
         self.file.write(part[:10])
         die()
-create = record_file._create
+create = new_file._create
 def half(path): return Half(create(path))
 for n in range(5): tier.write(record(n))
 """
@@ -47,7 +47,7 @@ _STAGES = {
     "before the reservation": "kill(database.RecordDatabase, 'reserve', 'before')",
     "before its commit": "kill(database.RecordDatabase, 'reserve', 'after')",
     "before the file": "kill(saver, 'write_record_file', 'before')",
-    "in the file": "record_file._create = half",
+    "in the file": "new_file._create = half",
     "before the file's name": "kill(record_file.Path, 'rename', 'before')",
     "after the file's name": "kill(record_file.Path, 'rename', 'after')",
     "before the row's commit": "kill(database.RecordDatabase, 'publish', 'after')",
@@ -86,7 +86,7 @@ def test_a_dead_writers_reservation_goes_when_room_is_short(open_disk, folder):
     budget = 5 * RECORD_BYTES
     tier = open_disk(budget)
     code = _PRELUDE.replace("range(5)", "range(3)") + (
-        "record_file._create = half\ntier.write(record(5, num_tokens=6))\n"
+        "new_file._create = half\ntier.write(record(5, num_tokens=6))\n"
     )
     with start_elsewhere(folder, code, budget) as process:
         process.communicate(timeout=60)
