@@ -16,6 +16,7 @@ import typer
 
 from daric_rag.cli_common import make_console, resolved
 from daric_rag.errors import ConfigError, DaricError
+from daric_rag.prewarm_notices import notice
 from daric_rag.prewarm_settings import Settings
 from daric_rag.prewarm_signals import INTERRUPTED, Stop
 from daric_rag.store_options import opened, print_json
@@ -69,7 +70,7 @@ def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
         raise ConfigError(
             "--watch needs watchfiles: pip install 'daric-rag[prewarm]'"
         ) from error
-    settings.source()
+    linked = settings.source().linked_folders()
     stop, has_evicted = Stop(), Event()
     with ExitStack() as engines, stop.takes_signals():
         engine = engines.enter_context(
@@ -77,7 +78,8 @@ def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
         )
         changes = watch(
             *settings.watched_folders(),
-            watch_filter=lambda _, path: settings.is_of_source(path),
+            *linked,
+            watch_filter=lambda _, path: settings.is_of_source(path, linked),
             stop_event=stop.event,
             rust_timeout=_WATCH_STEP_MS,
             yield_on_timeout=True,
@@ -88,7 +90,7 @@ def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
         for changed in changes:
             if not changed:
                 continue
-            typer.echo("\n".join(outcome.lines), err=True)
+            notice("run", "\n".join(outcome.lines), **outcome.values)
             if has_evicted.is_set() and settings.url is None:
                 # What was evicted on disk is in this engine's memory still: should it
                 # come back, the engine would call it stored.
@@ -103,7 +105,7 @@ def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
                 )
             except DaricError as error:
                 # A folder may be gone for a moment: the next change tries again.
-                typer.echo(f"error: {error}", err=True)
+                notice("error", f"error: {error}")
     outcome.tell(as_json=as_json)
     return outcome.report
 
@@ -252,10 +254,10 @@ def _check_template(settings: Settings, template: str) -> None:
     others = other_templates(folder, template)
     if others:
         named = ", ".join(name[:12] for name in others)
-        typer.echo(
+        notice(
+            "warning",
             f"warning: this store was warmed with another document template ({named}; "
             f"now {template[:12]}): prompts find only documents of their own template",
-            err=True,
         )
     if Path(folder).is_dir():
         note_template(folder, template, settings.template)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -142,13 +143,18 @@ class Settings:
         paths = [Path(path).absolute() for path in self.sources]
         return [path if path.is_dir() else path.parent for path in paths]
 
-    def is_of_source(self, path: str) -> bool:
-        """Whether a change of a file is a change of a source."""
+    def is_of_source(self, path: str, linked: Iterable[Path] = ()) -> bool:
+        """Whether a change of a file is a change of a source.
+
+        Args:
+            path: Of the file.
+            linked: Folders that links in a source lead to.
+        """
         changed = Path(path)
         if changed == self.manifest.absolute():
             # Every run writes to it.
             return False
-        sources = [Path(source).absolute() for source in self.sources]
+        sources = [Path(source).absolute() for source in self.sources] + [*linked]
         return any(changed == one or one in changed.parents for one in sources)
 
     def job_options(self) -> JobOptions:

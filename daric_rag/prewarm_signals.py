@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from threading import Event
 from typing import BinaryIO, Protocol, cast
 
+from daric_rag.prewarm_notices import notice
+
 __all__ = ["INTERRUPTED", "Stop"]
 
 INTERRUPTED = 130
@@ -76,8 +78,9 @@ class Stop:
         self.event.set()
         if self._job is not None:
             self._job.stop()
-        sys.stderr.write(
-            "finishing the batches under way; interrupt again to stop at once\n"
+        notice(
+            "interrupted",
+            "finishing the batches under way; interrupt again to stop at once",
         )
         if self._is_reading:
             # Or Python would go on waiting for whoever writes to standard input.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from daric_rag.evaluation.units import human_bytes
 from daric_rag.prewarm.manifest import Entry
 from daric_rag.prewarm.options import JobReport, Totals
 from daric_rag.prewarm.planning import Calibration, Plan
+from daric_rag.prewarm_notices import log
 
 __all__ = [
     "eta_s",
@@ -89,26 +88,19 @@ class _Log:
 
     def __call__(self, entry: Entry, totals: Totals) -> None:
         if entry.status == "failed":
-            _log({"event": "failed", "id": entry.id, "error": entry.error})
+            log("failed", id=entry.id, error=entry.error)
         now = time.monotonic()
         if now - self._told >= _LOG_INTERVAL_S:
             self._told = now
             elapsed = now - self._start
             left = eta_s(elapsed, totals, self._total_bytes)
-            _log(
-                {
-                    "event": "progress",
-                    **asdict(totals),
-                    "elapsed_s": round(elapsed, 1),
-                    "tokens_per_s": round(totals.computed_tokens / elapsed, 1),
-                    "eta_s": None if left is None else round(left),
-                }
+            log(
+                "progress",
+                **asdict(totals),
+                elapsed_s=round(elapsed, 1),
+                tokens_per_s=round(totals.computed_tokens / elapsed, 1),
+                eta_s=None if left is None else round(left),
             )
-
-
-def _log(line: dict[str, Any]) -> None:
-    sys.stderr.write(json.dumps(line) + "\n")
-    sys.stderr.flush()
 
 
 def _counts(totals: Totals, elapsed_s: float, total_bytes: int | None) -> str:

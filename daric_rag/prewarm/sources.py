@@ -98,6 +98,12 @@ class PathSource:
         """Bytes of all files, as they were at first; None with standard input."""
         return None if "-" in self._paths else self._num_bytes
 
+    def linked_folders(self) -> set[Path]:
+        """Return what links to folders lead to, resolved."""
+        roots = [Path(path) for path in self._paths if Path(path).is_dir()]
+        folders = (Path(folder) for root in roots for folder, _ in _folders_of(root))
+        return {folder.resolve() for folder in folders if folder.is_symlink()}
+
     def __iter__(self) -> Iterator[SourceItem]:
         """Yield every document, or why it cannot be read."""
         if self._split is None:
@@ -209,6 +215,26 @@ def _files_of(
     if not root.is_dir():
         yield root
         return
+    for folder, names in _folders_of(root, on_error):
+        for name in names:
+            file = Path(folder, name)
+            if file.is_symlink():
+                # A whole folder may be behind it, on a mount that is not there.
+                failure = _failure(file)
+                if failure is not None:
+                    on_error(failure)
+                    continue
+            if file.suffix.lower() not in SUFFIXES:
+                continue
+            # A job's own record may lie beside the documents.
+            if _blocks(file) or not is_manifest(file):
+                yield file
+
+
+def _folders_of(
+    root: Path, on_error: Callable[[OSError], None] = lambda _: None
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder once, links followed, with the names of its files, sorted."""
     visited: set[tuple[int, int]] = set()
     for folder, folders, names in os.walk(root, onerror=on_error, followlinks=True):
         if not _is_new(folder, visited):
@@ -216,19 +242,7 @@ def _files_of(
             folders.clear()
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            file = Path(folder, name)
-            if not name.startswith(".") and file.is_symlink():
-                # A whole folder may be behind it, on a mount that is not there.
-                failure = _failure(file)
-                if failure is not None:
-                    on_error(failure)
-                    continue
-            if name.startswith(".") or file.suffix.lower() not in SUFFIXES:
-                continue
-            # A job's own record may lie beside the documents.
-            if _blocks(file) or not is_manifest(file):
-                yield file
+        yield folder, sorted(name for name in names if not name.startswith("."))
 
 
 def _failure(path: Path) -> OSError | None:
