@@ -129,6 +129,7 @@ class _Outcome:
 def dry_run_of(settings: Settings, *, as_json: bool) -> None:
     """Tell what a job would take; the store is looked at and not changed."""
     from daric_rag.evaluation.prewarm_view import plan_json, plan_lines
+    from daric_rag.evaluation.terminal import progress_bar
     from daric_rag.prewarm import Shard
     from daric_rag.prewarm.planning import calibrate, make_plan
     from daric_rag.prompt import PromptBuilder
@@ -138,15 +139,18 @@ def dry_run_of(settings: Settings, *, as_json: bool) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="daric-"))
         engine = stack.enter_context(_engine(settings, folder, as_json=as_json))
         cached, room = _held(engine, settings)
+        bar = stack.enter_context(progress_bar(make_console(stderr=True), "counting"))
         plan = make_plan(
             source,
             engine,
             builder=PromptBuilder(document_template=settings.template),
             shard=Shard.parse(settings.shard),
             is_cached=lambda name: name.hex() in cached,
+            on_item=lambda: bar.step("counting"),
         )
         measured = None
         if settings.url is None:
+            bar.step("measuring")
             # A server's store is its own, and would keep the sample.
             measured = calibrate(engine, plan.sample, lambda: _flushed_bytes(engine))
     if as_json:

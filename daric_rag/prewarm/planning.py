@@ -105,6 +105,7 @@ def make_plan(
     builder: PromptBuilder,
     shard: Shard,
     is_cached: Callable[[DocumentHash], bool],
+    on_item: Callable[[], None] = lambda: None,
 ) -> Plan:
     """Read a source to its end and count.
 
@@ -114,10 +115,12 @@ def make_plan(
         builder: Writes documents as prompts will hold them.
         shard: Whose documents count.
         is_cached: Whether the store has a document.
+        on_item: Called before every document.
     """
     plan = Plan()
     with SeenDocuments() as seen:
         for item in items_of(source):
+            on_item()
             if item.error:
                 plan.refuse(item.id, item.error)
                 continue
