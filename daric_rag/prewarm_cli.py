@@ -12,8 +12,9 @@ from typer.core import TyperGroup
 
 from daric_rag.cli_common import Json, Verbose, make_console
 from daric_rag.errors import ConfigError
-from daric_rag.prewarm_run import dry_run_of, exit_code_of, run_job, watch_and_run
+from daric_rag.prewarm_run import dry_run_of, exit_code_of, run_job
 from daric_rag.prewarm_settings import Settings, manifest_path
+from daric_rag.prewarm_watch import watch_and_run
 from daric_rag.store_options import KeyFile, StorePath, opened, print_json
 
 __all__ = ["prewarm_app"]

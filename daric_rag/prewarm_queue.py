@@ -13,6 +13,7 @@ thread of its own has the engine compute what is not in the store::
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -136,6 +137,18 @@ class BackgroundPrewarm:
         return self._queue.stats
 
 
+_live: weakref.WeakSet[_Queue] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for queue in list(_live):
+        queue.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)
+
+
 class _Queue:
     """The state that the thread shares with its clients."""
 
@@ -156,6 +169,7 @@ class _Queue:
         self._thread: threading.Thread | None = None
         self._closed = False
         self.stats = PrewarmStats()
+        _live.add(self)
 
     def put(self, part: DocumentPart) -> bool:
         """Take a document unless it is known, or there is no room."""
@@ -211,6 +225,14 @@ class _Queue:
             self._count(num_dropped=len(self._pending))
             self._pending.clear()
             self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """In a forked child: the thread is gone, and its documents are the parent's."""
+        # The old one may be held for ever.
+        self._changed = threading.Condition(threading.RLock())
+        self._thread, self._closed = None, True
+        self._pending.clear()
+        self._running = set()
 
     def join(self) -> None:
         """Wait for the thread's end."""

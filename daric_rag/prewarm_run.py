@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import typer
 
 from daric_rag.cli_common import make_console, resolved
-from daric_rag.errors import ConfigError, DaricError
+from daric_rag.errors import ConfigError
 from daric_rag.prewarm_notices import notice
 from daric_rag.prewarm_settings import Settings
 from daric_rag.prewarm_signals import INTERRUPTED, Stop
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from daric_rag.prewarm import Entry, JobReport, PathSource
 
 __all__ = [
+    "Outcome",
     "dry_run_of",
     "exit_code_of",
     "open_engine",
+    "opened_engine",
     "run_job",
-    "watch_and_run",
+    "run_on",
 ]
-
-_WATCH_STEP_MS = 500
 
 _FAILED, _NO_ROOM = 3, 4
 
@@ -52,66 +52,16 @@ def run_job(settings: Settings, *, as_json: bool) -> JobReport:
     stop = Stop()
     source = settings.source(stop.stdin)
     with (
-        _engine(settings, settings.store, as_json=as_json) as engine,
+        opened_engine(settings, settings.store, as_json=as_json) as engine,
         stop.takes_signals(),
     ):
-        outcome = _run_on(engine, settings, source, stop)
-    outcome.tell(as_json=as_json)
-    return outcome.report
-
-
-def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
-    """Run a job, and again whenever a source has changed, until interrupted."""
-    if "-" in settings.sources:
-        raise ConfigError("standard input cannot be watched: name files or folders")
-    try:
-        from watchfiles import watch
-    except ImportError as error:
-        raise ConfigError(
-            "--watch needs watchfiles: pip install 'daric-rag[prewarm]'"
-        ) from error
-    linked = settings.source().linked_folders()
-    stop, has_evicted = Stop(), Event()
-    with ExitStack() as engines, stop.takes_signals():
-        engine = engines.enter_context(
-            _engine(settings, settings.store, as_json=as_json)
-        )
-        changes = watch(
-            *settings.watched_folders(),
-            *linked,
-            watch_filter=lambda _, path: settings.is_of_source(path, linked),
-            stop_event=stop.event,
-            rust_timeout=_WATCH_STEP_MS,
-            yield_on_timeout=True,
-        )
-        # From now on nothing is missed, what changes during a run included.
-        next(changes, None)
-        outcome = _run_on(engine, settings, settings.source(), stop, has_evicted)
-        for changed in changes:
-            if not changed:
-                continue
-            notice("run", "\n".join(outcome.lines), **outcome.values)
-            if has_evicted.is_set() and settings.url is None:
-                # What was evicted on disk is in this engine's memory still: should it
-                # come back, the engine would call it stored.
-                engines.close()
-                engine = engines.enter_context(
-                    _engine(settings, settings.store, as_json=as_json)
-                )
-                has_evicted.clear()
-            try:
-                outcome = _run_on(
-                    engine, settings, settings.source(), stop, has_evicted
-                )
-            except DaricError as error:
-                # A folder may be gone for a moment: the next change tries again.
-                notice("error", f"error: {error}")
+        outcome = run_on(engine, settings, source, stop)
     outcome.tell(as_json=as_json)
     return outcome.report
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class Outcome:
     """How a run ended, for people and for programs."""
 
     report: JobReport
@@ -137,7 +87,7 @@ def dry_run_of(settings: Settings, *, as_json: bool) -> None:
     source = settings.source()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="daric-"))
-        engine = stack.enter_context(_engine(settings, folder, as_json=as_json))
+        engine = stack.enter_context(opened_engine(settings, folder, as_json=as_json))
         cached, room = _held(engine, settings)
         bar = stack.enter_context(progress_bar(make_console(stderr=True), "counting"))
         plan = make_plan(
@@ -159,13 +109,25 @@ def dry_run_of(settings: Settings, *, as_json: bool) -> None:
         typer.echo("\n".join(plan_lines(plan, measured, room)))
 
 
-def _run_on(
+def run_on(
     engine: Any,
     settings: Settings,
     source: PathSource,
     stop: Stop,
     has_evicted: Event | None = None,
-) -> _Outcome:
+) -> Outcome:
+    """Run a job on an open engine.
+
+    Args:
+        engine: Stays open.
+        settings: Of the job.
+        source: Its documents.
+        stop: Ends it.
+        has_evicted: Set where documents are evicted that the engine may have in memory.
+
+    Raises:
+        DaricError: As `PrewarmJob.run`; and where a source is empty that was not.
+    """
     from daric_rag.evaluation.prewarm_view import (
         report_json,
         report_lines,
@@ -198,8 +160,9 @@ def _run_on(
         report = job.run()
     if report.stopped == "empty":
         raise ConfigError(
-            "the sources have no document at all, and --sync would have given up "
-            "everything: see that they are there; `daric store evict` removes all"
+            "the sources, or a folder of them, have no document at all, and --sync "
+            "would have given up all that was there: see that they are mounted; to "
+            "remove documents use `daric store evict`, and a new --manifest afterwards"
         )
     if settings.pin:
         _pin(settings, job.header)
@@ -209,11 +172,13 @@ def _run_on(
         *report_lines(report, elapsed),
         f"document template {job.template[:12]}, manifest {settings.manifest}",
     ]
-    return _Outcome(report, lines, report_json(report, elapsed, **named))
+    return Outcome(report, lines, report_json(report, elapsed, **named))
 
 
 @contextmanager
-def _engine(settings: Settings, store: str | None, *, as_json: bool) -> Iterator[Any]:
+def opened_engine(
+    settings: Settings, store: str | None, *, as_json: bool
+) -> Iterator[Any]:
     """Yield the engine, embedded or remote; standard output stays clean for JSON."""
     from daric_rag.evaluation.terminal import (
         json_has_stdout,
@@ -263,8 +228,7 @@ def _check_template(settings: Settings, template: str) -> None:
             f"warning: this store was warmed with another document template ({named}; "
             f"now {template[:12]}): prompts find only documents of their own template",
         )
-    if Path(folder).is_dir():
-        note_template(folder, template, settings.template)
+    note_template(folder, template, settings.template)
 
 
 def _check_models(settings: Settings, header: Mapping[str, Any]) -> None:
@@ -274,7 +238,7 @@ def _check_models(settings: Settings, header: Mapping[str, Any]) -> None:
         return
     if not Path(settings.store_folder()).is_dir():
         return
-    from daric_rag.prewarm.refresh import check_models
+    from daric_rag.prewarm.audit import check_models
 
     with opened(settings.store, settings.key_file) as (disk, _):
         check_models(disk, header)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -143,19 +143,29 @@ class Settings:
         paths = [Path(path).absolute() for path in self.sources]
         return [path if path.is_dir() else path.parent for path in paths]
 
-    def is_of_source(self, path: str, linked: Iterable[Path] = ()) -> bool:
-        """Whether a change of a file is a change of a source.
+    def change_filter(self, linked: Iterable[Path] = ()) -> Callable[[str], bool]:
+        """Return what tells whether a change of a file is a change of a source.
+
+        What a job writes is none, wherever it lies.
 
         Args:
-            path: Of the file.
             linked: Folders that links in a source lead to.
         """
-        changed = Path(path)
-        if changed == self.manifest.absolute():
-            # Every run writes to it.
-            return False
+        from daric_rag.prewarm.manifest import is_manifest
+
         sources = [Path(source).absolute() for source in self.sources] + [*linked]
-        return any(changed == one or one in changed.parents for one in sources)
+        own = {self.manifest.resolve()}
+        if self.sees_store:
+            own.add(Path(self.store_folder()).resolve())
+
+        def is_change(path: str) -> bool:
+            changed = Path(path)
+            real = changed.resolve()
+            if own & {real, *real.parents} or is_manifest(real):
+                return False
+            return any(changed == one or one in changed.parents for one in sources)
+
+        return is_change
 
     def job_options(self) -> JobOptions:
         """Return how the job is to run."""

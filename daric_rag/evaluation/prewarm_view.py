@@ -31,16 +31,18 @@ _LOG_INTERVAL_S = 10.0
 OnEntry = Callable[[Entry, Totals], None]
 
 
-def eta_s(elapsed_s: float, totals: Totals, total_bytes: int | None) -> float | None:
+def eta_s(totals: Totals, total_bytes: int | None) -> float | None:
     """Return about how many seconds are left; None while nothing tells.
 
-    As though all that is left were the engine's work: what an earlier run did comes
-    first as a rule, and says nothing of how fast the rest will go.
+    As though what is left were like what this run has done, other shards' documents
+    and repetitions among it. What an earlier run did comes first as a rule, goes by at
+    once and tells nothing.
     """
-    if not total_bytes or not totals.engine_bytes:
+    done_bytes = totals.source_bytes - totals.known_bytes
+    if not total_bytes or not totals.engine_s or done_bytes <= 0:
         return None
     left_bytes = max(total_bytes - totals.source_bytes, 0)
-    return elapsed_s * left_bytes / totals.engine_bytes
+    return totals.engine_s * left_bytes / done_bytes
 
 
 @contextmanager
@@ -93,7 +95,7 @@ class _Log:
         if now - self._told >= _LOG_INTERVAL_S:
             self._told = now
             elapsed = now - self._start
-            left = eta_s(elapsed, totals, self._total_bytes)
+            left = eta_s(totals, self._total_bytes)
             log(
                 "progress",
                 **asdict(totals),
@@ -105,7 +107,7 @@ class _Log:
 
 def _counts(totals: Totals, elapsed_s: float, total_bytes: int | None) -> str:
     rate = totals.computed_tokens / elapsed_s if elapsed_s > 0 else 0.0
-    left = eta_s(elapsed_s, totals, total_bytes)
+    left = eta_s(totals, total_bytes)
     eta = "" if left is None else f", {left:.0f} s left"
     return (
         f"{totals.computed} computed, {totals.hit + totals.known} hit, "

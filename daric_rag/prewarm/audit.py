@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from daric_rag.errors import ConfigError
 from daric_rag.prewarm.manifest import Entry, Manifest
 from daric_rag.prewarm.seen import SeenDocuments
 from daric_rag.storage.admin import VerifyReport, verify_segments
@@ -14,7 +15,7 @@ from daric_rag.storage.documents import Document, DocumentTree
 if TYPE_CHECKING:
     from daric_rag.storage.disk import DiskTier
 
-__all__ = ["Audit", "StoredDocuments", "audit"]
+__all__ = ["Audit", "StoredDocuments", "audit", "check_models"]
 
 
 @dataclass(slots=True)
@@ -78,6 +79,32 @@ class StoredDocuments:
         }
 
 
+def check_models(disk: DiskTier, header: Mapping[str, Any]) -> None:
+    """Refuse a store of several models where it is not known whose documents are meant.
+
+    Args:
+        disk: The store.
+        header: A manifest's.
+
+    Raises:
+        ConfigError: The header names no model's fingerprints, as a server tells none,
+            and the tenant has documents of several.
+    """
+    if header["fingerprints"]:
+        return
+    fingerprints = {
+        document.fingerprint
+        for document in DocumentTree(disk.segments()).documents
+        if document.namespace == header["namespace"]
+    }
+    if len(fingerprints) > 1:
+        raise ConfigError(
+            f"the store has documents of {len(fingerprints)} models in the namespace "
+            f"{header['namespace']!r}, and a server does not tell which is its own: "
+            f"give each model a store or --namespace, or run with --model"
+        )
+
+
 def audit(
     manifest: Manifest, disk: DiskTier, *, on_record: Callable[[], None] = lambda: None
 ) -> Audit:
@@ -90,12 +117,14 @@ def audit(
 
     Raises:
         StoreError: The store's index cannot be read.
+        ConfigError: See `check_models`.
     """
     result = Audit()
     headers = manifest.headers()
     if not headers:
         result.num_damaged_lines = manifest.num_damaged
         return result
+    check_models(disk, headers[-1])
     stored = StoredDocuments(disk, headers[-1])
     present: list[tuple[Entry, list[Document]]] = []
     for entry in _live(manifest, headers[-1]):

@@ -120,12 +120,16 @@ class PrewarmJob:
                     self._make_guard(),
                     writer,
                     told,
+                    seen.is_told,
                 )
             )
             stopped = self._feed(run, seen)
             run.finish()
             if self.on_vanished is not None and stopped in ("", "budget"):
-                stopped = run.give_up_vanished(seen, self.on_vanished, stopped)
+                may_hide = getattr(self._source, "may_hide", lambda _: False)
+                stopped = run.give_up_vanished(
+                    seen, self.on_vanished, may_hide, stopped
+                )
         return JobReport(run.totals, stopped)
 
     def _feed(self, run: JobRun, seen: SeenDocuments) -> str:
@@ -178,7 +182,9 @@ class PrewarmJob:
         known = seen.visit(name, item.id)
         if known is Known.DONE and self._options.again:
             known = Known.NEW
-        run.totals.known += known is Known.DONE
+        if known is Known.DONE:
+            run.totals.known += 1
+            run.totals.known_bytes += item.source_bytes
         run.totals.repeated += known is Known.REPEATED
         if known is not Known.NEW:
             return None

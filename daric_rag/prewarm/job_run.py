@@ -73,9 +73,10 @@ class JobRun:
         guard: StoreGuard,
         writer: ManifestWriter | None,
         on_entry: Callable[[Entry, Totals], None],
+        is_told: Callable[[Entry], bool],
     ) -> None:
         self._engine, self._options, self._guard = engine, options, guard
-        self._writer, self._on_entry = writer, on_entry
+        self._writer, self._on_entry, self._is_told = writer, on_entry, is_told
         self._packer: Packer[NewDocument] = Packer(
             options.batch_tokens, options.batch_documents
         )
@@ -84,6 +85,7 @@ class JobRun:
         self._unwritten: list[Entry] = []
         self._settled_bytes = self._num_chars = self._num_tokens = 0
         self._committed_s = self._settled_s = time.monotonic()
+        self._begun_s: float | None = None
         self.totals = Totals()
         self.hides_others = False
 
@@ -125,6 +127,7 @@ class JobRun:
         self,
         seen: SeenDocuments,
         give_up: Callable[[Sequence[Entry]], None],
+        may_hide: Callable[[str], bool],
         stopped: str = "",
     ) -> str:
         """Give up what the source has no more; returns why not all was done.
@@ -132,14 +135,17 @@ class JobRun:
         Args:
             seen: Everything that the source has.
             give_up: Evicts or unpins.
+            may_hide: Whether the source may have a document of an id, though it did not
+                show it.
             stopped: Why not everything was computed, or "".
         """
         if self.hides_others:
             return stopped or "unreadable"
         vanished = list(seen.vanished())
-        if vanished and not self.totals.num_alive and not stopped:
-            # An empty mount looks like an empty corpus.
-            return "empty"
+        is_empty = not self.totals.num_alive and not stopped
+        # An empty mount looks like an empty corpus, or an empty part of one.
+        if vanished and (is_empty or any(may_hide(entry.id) for entry in vanished)):
+            return stopped or "empty"
         # In this order: a kill in between leaves documents that nobody asks for, and
         # never one that is called done and is not there.
         self._unwritten += vanished
@@ -155,6 +161,8 @@ class JobRun:
             self._settle()
         if not self._has_room(num_tokens):
             return False
+        if self._begun_s is None:
+            self._begun_s = time.monotonic()
         parts = [document.part for document in documents]
         outcomes = self._pool.submit(self._engine.prewarm_each, parts)
         self._in_flight.append(
@@ -216,10 +224,12 @@ class JobRun:
         now = time.time()
         entries = [replace(entry, time=entry.time or now) for entry in entries]
         if self._writer is not None:
-            self._writer.append(entries)
+            # What cannot be stored is not, run after run.
+            self._writer.append([e for e in entries if not self._is_told(e)])
         settled_bytes, self._settled_bytes = self._settled_bytes, 0
         self.totals.source_bytes += settled_bytes
-        self.totals.engine_bytes += settled_bytes
+        if self._begun_s is not None:
+            self.totals.engine_s = self._committed_s - self._begun_s
         for entry in entries:
             self.totals.add(entry)
             self._on_entry(entry, self.totals)

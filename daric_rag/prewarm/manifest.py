@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, Self, get_args
@@ -82,7 +84,10 @@ class Entry:
 
 
 _BEGIN: Final = b'{"type": "header"'
-_HASH: Final = re.compile("(?:[0-9a-f]{32})?")
+_HASHES: Final = {
+    "hash": re.compile("(?:[0-9a-f]{32})?"),
+    "document": re.compile("[0-9a-f]*"),
+}
 
 _TYPES: Final[dict[str, type | tuple[type, ...]]] = {
     "id": str,
@@ -213,7 +218,9 @@ class ManifestWriter:
 
     def close(self) -> None:
         """Let others append; harmless when repeated."""
-        self._file.close()
+        # After a failed write there is something left to write, and that fails again.
+        with suppress(OSError):
+            self._file.close()
 
     def __enter__(self) -> Self:
         """Return the writer itself."""
@@ -298,8 +305,17 @@ def _entry_of(line: Mapping[str, Any]) -> Entry | None:
     for name, kind in _TYPES.items():
         if name in values and not isinstance(values[name], kind):
             return None
-    entry = Entry(**values)
-    return entry if _HASH.fullmatch(entry.hash) else None
+    for name, pattern in _HASHES.items():
+        if not pattern.fullmatch(values.get(name, "")):
+            return None
+    if values.get("expires") is not None:
+        try:
+            values["expires"] = float(values["expires"])
+        except OverflowError:
+            return None
+        if not math.isfinite(values["expires"]):
+            return None
+    return Entry(**values)
 
 
 def is_manifest(path: Path) -> bool:

@@ -85,7 +85,8 @@ class Totals:
         hit_tokens: Of the hit ones.
         nbytes: Of the computed ones, on disk, as far as can be told.
         source_bytes: Of the source, whatever became of it.
-        engine_bytes: Of those, what the engine has worked on, for the time left.
+        known_bytes: Of those, of the known ones.
+        engine_s: Seconds since the engine got its first batch.
     """
 
     computed: int = 0
@@ -100,7 +101,8 @@ class Totals:
     hit_tokens: int = 0
     nbytes: int = 0
     source_bytes: int = 0
-    engine_bytes: int = 0
+    known_bytes: int = 0
+    engine_s: float = field(default=0.0, compare=False)
 
     @property
     def num_alive(self) -> int:
@@ -125,9 +127,10 @@ class JobReport:
         totals: What was done.
         stopped: Why it ended before all was done: ``"stopped"`` by `stop`;
             ``"budget"``: the store has no more room; ``"store"``: writing to it failed
-            again and again; ``"empty"``: the source has no document at all, so that
-            ``sync`` would have removed everything; ``"unreadable"``: it could not be
-            read as a whole, so that ``sync`` removed nothing; "" if all was done.
+            again and again; ``"empty"``: the source, or a folder of it, has no document
+            at all, so that ``sync`` would have removed all that it had;
+            ``"unreadable"``: it could not be read as a whole, so that ``sync`` removed
+            nothing; "" if all was done.
     """
 
     totals: Totals

@@ -2,51 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from daric_rag.errors import ConfigError
-from daric_rag.prewarm.audit import StoredDocuments
+from daric_rag.prewarm.audit import StoredDocuments, check_models
 from daric_rag.prewarm.manifest import Entry, Manifest, ManifestWriter
 from daric_rag.prewarm.seen import SeenDocuments
 from daric_rag.storage.admin import carry_out, plan_eviction
-from daric_rag.storage.documents import DocumentTree
 
 if TYPE_CHECKING:
     from daric_rag.storage.disk import DiskTier
     from daric_rag.storage.documents import Document
 
-__all__ = ["Vanished", "check_models", "expire", "give_up", "pin_all"]
+__all__ = ["Vanished", "expire", "give_up", "pin_all"]
 
 Vanished = Literal["evict", "unpin"]
 """What happens to documents that vanished: their KV is deleted, or only may be."""
-
-
-def check_models(disk: DiskTier, header: Mapping[str, Any]) -> None:
-    """Refuse a store of several models where it is not known whose documents are meant.
-
-    Args:
-        disk: The store.
-        header: A manifest's.
-
-    Raises:
-        ConfigError: The header names no model's fingerprints, as a server tells none,
-            and the tenant has documents of several.
-    """
-    if header["fingerprints"]:
-        return
-    fingerprints = {
-        document.fingerprint
-        for document in DocumentTree(disk.segments()).documents
-        if document.namespace == header["namespace"]
-    }
-    if len(fingerprints) > 1:
-        raise ConfigError(
-            f"the store has documents of {len(fingerprints)} models in the namespace "
-            f"{header['namespace']!r}, and a server does not tell which is its own: "
-            f"give each model a store or --namespace, or run with --model"
-        )
 
 
 def give_up(
@@ -100,11 +72,12 @@ def expire(disk: DiskTier, manifest: Manifest, *, now: float) -> tuple[int, int]
 
     Raises:
         StoreError: The store cannot be changed, or the manifest not be written.
-        ConfigError: A job writes to the manifest.
+        ConfigError: A job writes to the manifest, or see `check_models`.
     """
     headers = manifest.headers()
     if not headers:
         return 0, 0
+    check_models(disk, headers[-1])
     with ManifestWriter(manifest.path, headers[-1]) as writer, SeenDocuments() as seen:
         seen.load(manifest.entries(headers[-1]))
         entries = [replace(entry, time=now) for entry in seen.expired(now)]

@@ -17,7 +17,11 @@ CREATE TABLE documents (
     hash BLOB PRIMARY KEY, id BLOB, document TEXT, expires REAL, seen INTEGER
 ) WITHOUT ROWID;
 CREATE INDEX by_id ON documents (id);
+CREATE TABLE refused (id BLOB PRIMARY KEY, why TEXT) WITHOUT ROWID;
 """
+
+
+_REFUSED: Final = ("failed", "skipped")
 
 
 class Known(Enum):
@@ -45,6 +49,7 @@ class SeenDocuments:
     def load(self, entries: Iterable[Entry]) -> None:
         """Take over what earlier runs did; a later entry counts more."""
         for entry in entries:
+            self._note(entry)
             if not entry.hash:
                 continue
             name = bytes.fromhex(entry.hash)
@@ -69,8 +74,23 @@ class SeenDocuments:
         """Remember that a document came that is not to be computed here."""
         self._database.execute("UPDATE documents SET seen = 1 WHERE hash = ?", (name,))
 
+    def is_told(self, entry: Entry) -> bool:
+        """Whether the last word on a document is the same: it is not stored, and why.
+
+        Unless its text is called stored, under whichever name.
+        """
+        if entry.status not in _REFUSED:
+            return False
+        found = self._database.execute(
+            "SELECT 1 FROM refused WHERE id = ? AND why = ? AND NOT EXISTS "
+            "(SELECT 1 FROM documents WHERE hash = ? AND document != '')",
+            (_packed(entry.id), _why(entry), bytes.fromhex(entry.hash)),
+        ).fetchone()
+        return found is not None
+
     def learn(self, entry: Entry) -> None:
-        """Take notice of what a document of this run is stored as."""
+        """Take notice of what a document of this run is stored as, or why it is not."""
+        self._note(entry)
         if entry.is_stored:
             self._database.execute(
                 "UPDATE documents SET document = ? WHERE hash = ?",
@@ -121,6 +141,15 @@ class SeenDocuments:
         """Close."""
         self.close()
 
+    def _note(self, entry: Entry) -> None:
+        name = _packed(entry.id)
+        if entry.status in _REFUSED:
+            self._database.execute(
+                "INSERT OR REPLACE INTO refused VALUES (?, ?)", (name, _why(entry))
+            )
+        else:
+            self._database.execute("DELETE FROM refused WHERE id = ?", (name,))
+
     def _select(
         self, condition: str, status: Status, *values: float
     ) -> Iterator[Entry]:
@@ -146,6 +175,10 @@ class SeenDocuments:
             "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?)",
             (name, _packed(document_id), document, expires, int(seen)),
         )
+
+
+def _why(entry: Entry) -> str:
+    return repr((entry.status, entry.hash, entry.error))
 
 
 def _no_other(condition: str) -> str:

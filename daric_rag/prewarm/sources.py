@@ -81,6 +81,7 @@ class PathSource:
                 raise ConfigError("standard input cannot be read here: name a file")
             if path != "-" and not Path(path).exists():
                 raise ConfigError(f"{path} does not exist: name a file or a folder")
+        self._empty_folders: set[str] = set()
         self._num_bytes, suffixes = 0, set()
         for file in self._files():
             suffixes.add(file.suffix.lower())
@@ -98,6 +99,18 @@ class PathSource:
         """Bytes of all files, as they were at first; None with standard input."""
         return None if "-" in self._paths else self._num_bytes
 
+    def may_hide(self, document_id: str) -> bool:
+        """Whether a document may be in a folder that the last reading found empty.
+
+        As one does whose disk is not mounted.
+        """
+        if any(_is_in(document_id, folder) for folder in self._empty_folders):
+            return True
+        # Documents may have names of their own, which do not tell where they are.
+        others = (path for path in self._paths if path not in self._empty_folders)
+        is_any_path_empty = not self._empty_folders.isdisjoint(self._paths)
+        return is_any_path_empty and not any(_is_in(document_id, o) for o in others)
+
     def linked_folders(self) -> set[Path]:
         """Return what links to folders lead to, resolved."""
         roots = [Path(path) for path in self._paths if Path(path).is_dir()]
@@ -111,17 +124,22 @@ class PathSource:
         return split_items(self._read_all(), self._split)
 
     def _read_all(self) -> Iterator[SourceItem]:
+        self._empty_folders.clear()
         for path in self._paths:
             if path == "-":
                 assert self._stdin is not None
                 yield from read_json_lines(self._stdin, "stdin", self._fields)
                 continue
             unread: list[OSError] = []
-            for file in _files_of(path, unread.append):
+            is_empty = Path(path).is_dir()
+            for file in _files_of(path, unread.append, self._empty_folders.add):
+                is_empty = False
                 if file != Path(path) and _blocks(file):
                     yield SourceItem(str(file), error="is no regular file")
                 else:
                     yield from self._read(file)
+            if is_empty:
+                self._empty_folders.add(path)
             for error in unread:
                 yield _unread_item(str(error.filename), error)
 
@@ -205,9 +223,14 @@ def _unread_item(name: str, error: OSError) -> SourceItem:
 
 
 def _files_of(
-    path: str, on_error: Callable[[OSError], None] = lambda _: None
+    path: str,
+    on_error: Callable[[OSError], None] = lambda _: None,
+    on_empty_link: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Path]:
-    """Yield a file itself, or a folder's files; what cannot be looked into is told."""
+    """Yield a file itself, or a folder's files.
+
+    What cannot be looked into is told, and links to folders with nothing in them.
+    """
     root = Path(path)
     if (failure := _failure(root)) is not None:
         on_error(failure)
@@ -216,6 +239,8 @@ def _files_of(
         yield root
         return
     for folder, names in _folders_of(root, on_error):
+        if not names and Path(folder).is_symlink() and not any(Path(folder).iterdir()):
+            on_empty_link(folder)
         for name in names:
             file = Path(folder, name)
             if file.is_symlink():
@@ -243,6 +268,12 @@ def _folders_of(
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield folder, sorted(name for name in names if not name.startswith("."))
+
+
+def _is_in(document_id: str, path: str) -> bool:
+    """Whether a document is called by a path, or by one inside it."""
+    start, rest = document_id[: len(path)], document_id[len(path) :]
+    return start == path and (path.endswith("/") or not rest or rest[0] in "/:#")
 
 
 def _failure(path: Path) -> OSError | None:

@@ -38,7 +38,7 @@ class StoreGuard:
         self._stats, self._budget = stats, budget_bytes
         self._held_bytes = self._limit_bytes = self._num_lost = 0
         self._promised_tokens = 0
-        self._failed_writes = self._num_failing = 0
+        self._num_failed = self._num_failing = 0
         self._has_failed = False
         self.look(0)
         self._has_failed = False
@@ -68,9 +68,10 @@ class StoreGuard:
         stats = self._stats()
         tier = _tier(stats)
         dropped = stats.dropped_writes if stats.disk is not None else 0
-        self._num_lost = tier.failed_writes + tier.evicted + dropped
-        self._has_failed |= tier.failed_writes > self._failed_writes
-        self._failed_writes = tier.failed_writes
+        num_failed = tier.failed_writes + tier.failed_syncs
+        self._num_lost = num_failed + tier.evicted + dropped
+        self._has_failed |= num_failed > self._num_failed
+        self._num_failed = num_failed
         self._held_bytes = tier.nbytes
         self._limit_bytes = min(
             self._budget or tier.capacity_bytes, tier.capacity_bytes

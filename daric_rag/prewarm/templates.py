@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from daric_rag.storage.claim import MARKER
+
 __all__ = ["FILE_NAME", "note_template", "other_templates"]
 
 FILE_NAME: Final = "prewarm_templates.json"
@@ -31,15 +33,16 @@ def other_templates(folder: str | os.PathLike[str], template: str) -> list[str]:
 def note_template(folder: str | os.PathLike[str], template: str, written: str) -> None:
     """Remember that documents of a store are written by a template.
 
-    A store that cannot be written to is warmed by nobody, so that is no error here.
+    A store that cannot be written to is warmed by nobody, so that is no error here. A
+    folder that is no store stays as it is.
 
     Args:
-        folder: The store's; it must be one already.
+        folder: The store's.
         template: `PromptBuilder.template_hash`.
         written: The template, for people.
     """
     known = _read(Path(folder))
-    if template in known:
+    if template in known or not Path(folder, MARKER).exists():
         return
     known[template] = {"template": written, "time": time.time()}
     path = Path(folder, FILE_NAME)

@@ -72,6 +72,8 @@ class TierStats:
         num_records: Records held.
         nbytes: Bytes held, headers included.
         capacity_bytes: The budget.
+        failed_syncs: Records that were stored and may not survive a power cut, as
+            their disk could not be synced.
     """
 
     hits: int
@@ -82,6 +84,7 @@ class TierStats:
     num_records: int
     nbytes: int
     capacity_bytes: int
+    failed_syncs: int = 0
 
 
 class Tier(Protocol):

@@ -18,7 +18,7 @@ from daric_rag.storage.names import name_of, token_of
 
 __all__ = ["Catalog", "Count", "Uses"]
 
-Count = Literal["hits", "misses", "corrupt", "evicted", "failed_writes"]
+Count = Literal["hits", "misses", "corrupt", "evicted", "failed_writes", "failed_syncs"]
 
 # Keys of which nobody was told that they are gone; beyond it the oldest are forgotten,
 # and whoever asks for such a record meets a miss.

@@ -29,6 +29,7 @@ _NO_KEY: Final = "none"
 
 _OUR_NAME: Final = re.compile(
     r"[0-9a-f]{2}|cache\.db(\.old)?(-wal|-shm)?|writers|DARIC_STORE_\d+(\.tmp)?"
+    r"|prewarm_templates\.json(\.\d+\.tmp)?"
 )
 
 

@@ -118,6 +118,8 @@ class _Staged:
         self._hasher = xxhash.xxh3_64()
         self._start, self._used = 0, head_len
         self._first_block = b""
+        # Until the head is written, nothing is to be taken for one.
+        staging[:head_len] = bytes(head_len)
 
     def add(self, part: memoryview) -> None:
         """Append bytes."""
@@ -158,8 +160,11 @@ class _Staged:
         """Write the buffer's first bytes to a place in the file."""
         done = 0
         while done < nbytes:
-            # A disk that is full takes a part, and the next call says why.
-            done += os.pwrite(self._file, self._staging[done:nbytes], place + done)
+            taken = os.pwrite(self._file, self._staging[done:nbytes], place + done)
+            # A disk that is almost full takes a part, and the next call says why.
+            done += taken // _BLOCK_LEN * _BLOCK_LEN
+            if taken < _BLOCK_LEN:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _create(path: Path, flags: int = 0) -> BinaryIO:

@@ -2,13 +2,11 @@
 
 import itertools
 import logging
-import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 import diskcache
@@ -26,6 +24,7 @@ from daric_rag.storage.record_file import (
     write_record_file,
 )
 from daric_rag.storage.shared_index import SharedIndex
+from daric_rag.storage.syncing import sync, sync_file_system
 
 __all__ = ["Saver"]
 
@@ -138,10 +137,14 @@ class Saver:
                 self._sync_files(names)
                 self._ledger.save_uses()
                 self._index.sync()
+                if not self._keeps_pages:
+                    # Whoever found records of others here will call them safe as well.
+                    sync_file_system(self._index.directory)
             except (OSError, *DATABASE_ERRORS) as error:
-                with self._lock:
-                    self._unsynced = names | self._unsynced
-                self._warn_of_power_cut(error)
+                if self._keeps_pages:
+                    with self._lock:
+                        self._unsynced = names | self._unsynced
+                self._doubt(names, error)
 
     def _is_known(self, key: bytes) -> bool:
         if self._index.catalog.find(key) is None:
@@ -154,12 +157,12 @@ class Saver:
         for name in names:
             path = self._ledger.path(name)
             with suppress(FileNotFoundError):  # Evicted since.
-                _sync(path, keeps_pages=self._keeps_pages)
+                sync(path, keeps_pages=self._keeps_pages)
                 # The root names the first-level folders and the index's journal.
                 folders |= {path.parent, path.parent.parent, self._index.directory}
         for folder in folders:
             with suppress(FileNotFoundError):
-                _sync(folder)
+                sync(folder)
 
     def _add_unsynced(self, filename: str, key: bytes) -> None:
         with self._lock:
@@ -176,15 +179,25 @@ class Saver:
                 self._sync_files(n for n, key in oldest.items() if find(key) == n)
             except OSError as error:
                 # Not tried again: the kernel has dropped what it failed to write.
-                self._warn_of_power_cut(error)
+                self._doubt(oldest, error)
 
-    def _warn_of_power_cut(self, error: Exception) -> None:
+    def _doubt(self, names: Mapping[str, bytes], error: Exception) -> None:
+        """Count files that a power cut may cost, and tell of them.
+
+        They can be read until then; but whoever asks for records that last is better
+        off without them, and makes them again.
+        """
+        self._index.catalog.count("failed_syncs", max(len(names), 1))
         self._index.notices.warn(
             "flush",
             "what was saved to %s may not survive a power cut (%s): check the disk",
             self._index.directory,
             error,
         )
+        if not self._keeps_pages:
+            with suppress(*DATABASE_ERRORS):
+                for name, key in names.items():
+                    self._ledger.remove([key], only=name)
 
     def _save(self, record: Record, header: RecordHeader, nbytes: int) -> None:
         for _ in range(2):
@@ -265,13 +278,3 @@ class Saver:
         self._is_failing = True
         self._index.shrink_journal()
         self._paused_until = time.monotonic() + _PAUSE_S
-
-
-def _sync(path: Path, *, keeps_pages: bool = True) -> None:
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        os.fdatasync(file)
-        if not keeps_pages and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(file)

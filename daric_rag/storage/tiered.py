@@ -229,6 +229,9 @@ class TieredStore:
     def take_evicted(self) -> list[bytes]:
         """Keys that every tier has lost since last asked; bounded, oldest forgotten."""
         evicted = [] if self.disk is None else self.disk.take_evicted()
+        if self._require_disk:
+            for key in evicted:
+                self.host.delete(key)
         from_host = self.host.take_evicted()
         self._demoted.extend(from_host)
         lost = [self._lost.popleft() for _ in range(len(self._lost))]

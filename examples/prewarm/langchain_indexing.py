@@ -51,13 +51,17 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         EmbeddedEngine("smollm2-135m", store=Path(folder, "store")) as engine,
     ):
+        documents = indexed(ArchiveLoader(), index)
         report = PrewarmJob(
             engine,
-            indexed(ArchiveLoader(), index),
+            documents,
             builder=builder,
             manifest=Path(folder, "prewarm.jsonl"),
         ).run()
         print(f"{report.totals.computed} documents pre-warmed")
+        # A job that stops early, as at a full disk, must keep nothing out of the index.
+        for _ in documents:
+            pass
         found = index.as_retriever().invoke(record.question)
         built = builder.build(found, record.question)
         done = engine.generate(built.prompt, max_tokens=24)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import threading
 import time
 import weakref
@@ -186,3 +187,21 @@ def test_dropping_one_does_not_wait_for_its_batch(engine: FakeEngine) -> None:
 def test_bad_bounds_are_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="max_pending"):
         BackgroundPrewarm(lambda: None, max_pending=wrong)  # type: ignore[arg-type,return-value]
+
+
+def test_a_forked_child_waits_for_nothing(engine: FakeEngine) -> None:
+    engine.open.clear()
+    queue = queue_on(engine)
+    queue.submit(["a"])
+    assert not queue.flush(0.01)
+    child = os.fork()
+    if child == 0:
+        # The thread is the parent's, and so is what it works on.
+        is_over = queue.submit(["b"]) == 0 and queue.flush(5)
+        queue.close()
+        os._exit(0 if is_over else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    engine.open.set()
+    assert queue.flush(10)
+    assert engine.stored == {"a"}
+    queue.close()

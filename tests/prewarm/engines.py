@@ -60,9 +60,11 @@ class FolderEngine:
 class DiskEngine:
     """Keeps a document as two segments of a real store; a token per word."""
 
-    def __init__(self, store: str | Path, config: DaricConfig | None = None) -> None:
+    def __init__(
+        self, store: str | Path, config: DaricConfig | None = None, **options: Any
+    ) -> None:
         self.config = config or DaricConfig()
-        self.disk = DiskTier(store, self.config.disk_bytes)
+        self.disk = DiskTier(store, self.config.disk_bytes, **options)
         self.num_computed = 0
 
     def prewarm_each(self, documents: Sequence[Any]) -> list[DocumentOutcome]:

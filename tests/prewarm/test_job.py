@@ -22,6 +22,7 @@ from daric_rag.prewarm import (
     SourceItem,
     Totals,
 )
+from daric_rag.prewarm.seen import SeenDocuments
 from daric_rag.prompt import PromptBuilder
 from daric_rag.storage import StoreStats, TierStats
 from tests.prewarm.engines import FolderEngine
@@ -94,8 +95,31 @@ def test_bad_documents_stop_nothing_and_are_tried_again(
     assert "without text" in reasons["item 3"]
     assert reasons["x.pdf"] == "is no PDF"
     engine.batches.clear()
-    run(engine, [TEXTS[0], *bad], manifest)
+    before = manifest.read_bytes()
+    report = run(engine, [TEXTS[0], *bad], manifest)
     assert engine.batches == [["refuse this"]]
+    # It is counted and told again, and the manifest says so already.
+    assert (report.totals.failed, report.totals.skipped) == (3, 1)
+    assert manifest.read_bytes() == before
+    bad[2] = {"text": "refuse this, too", "id": "item 3"}
+    run(engine, [TEXTS[0], *bad], manifest)
+    assert [entry.error for entry in entries(manifest)[-1:]] == [reasons["item 1"]]
+
+
+def test_a_text_that_was_lost_under_another_name_is_written_down(
+    manifest: Path,
+) -> None:
+    lost = Entry("a", "failed", "0" * 32, error="lost")
+    with SeenDocuments() as seen:
+        seen.load([lost])
+        assert seen.is_told(lost)
+        assert not seen.is_told(replace(lost, error="too long"))
+        assert not seen.is_told(replace(lost, id="b"))
+        seen.load([Entry("b", "computed", "0" * 32, "ab")])
+        # Else the manifest would go on calling it stored.
+        assert not seen.is_told(lost)
+        seen.load([Entry("a", "computed", "1" * 32, "cd")])
+        assert not seen.is_told(lost)
 
 
 def test_documents_are_written_as_prompts_hold_them(engine: FolderEngine) -> None:
@@ -257,15 +281,16 @@ def test_bytes_count_once_a_document_is_settled(
     seen = []
 
     def note(entry: Entry, totals: Totals) -> None:
-        seen.append((totals.source_bytes, totals.engine_bytes))
+        seen.append((totals.source_bytes, totals.known_bytes, totals.engine_s))
 
     options = JobOptions(batch_tokens=5, commit_interval_s=0)
     job = PrewarmJob(engine, items, manifest=manifest, options=options, on_entry=note)
     totals = job.run().totals
-    assert (totals.source_bytes, totals.engine_bytes) == (80, 40)
+    assert (totals.source_bytes, totals.known_bytes) == (80, 20)
     assert (totals.known, totals.computed) == (2, 4)
     # What was read and is under way is not among them.
-    assert seen[0] == (30, 10)
+    assert seen[0][:2] == (30, 20)
+    assert seen[0][2] > 0
     assert seen == sorted(seen)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,9 @@ def test_a_damaged_byte_costs_one_line_at_most(
         {"type": "document", "id": "a", "status": "great"},
         {"type": "document", "id": 7, "status": "hit"},
         {"type": "document", "id": "a", "status": "hit", "hash": "xyz"},
+        {"type": "document", "id": "a", "status": "hit", "document": "\ud800"},
+        {"type": "document", "id": "a", "status": "hit", "expires": 10**400},
+        {"type": "document", "id": "a", "status": "hit", "expires": float("inf")},
         {"type": "document", "id": "a", "status": "hit", "num_tokens": "7"},
         {"type": "other"},
         [1],
@@ -108,6 +112,27 @@ def test_lines_that_say_nothing_are_counted(tmp_path: Path, line: Any) -> None:
     manifest = Manifest(path)
     assert list(manifest.entries(HEADER)) == ENTRIES[:1]
     assert manifest.num_damaged == 1
+
+
+def test_a_full_disk_is_told_with_its_mend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, _: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+    path = tmp_path / "m.jsonl"
+    with (  # noqa: PT012
+        pytest.raises(StoreError, match="make room and run the job again"),
+        ManifestWriter(path, HEADER) as writer,
+    ):
+        writer._file.close()
+        monkeypatch.setattr(writer, "_file", io.BufferedWriter(Full()))
+        writer.append(ENTRIES)
+    monkeypatch.undo()
 
 
 def test_two_jobs_do_not_share_a_manifest(tmp_path: Path) -> None:

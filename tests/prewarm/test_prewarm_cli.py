@@ -449,6 +449,59 @@ def go_on(job: Any, num_batches: int = 1) -> None:
     job.stdin.flush()
 
 
+def test_a_watched_source_that_goes_is_an_error_until_it_is_back(
+    corpus: Path, start: Any, tmp_path: Path
+) -> None:
+    job = start(corpus, "--model", "tiny", "--watch", "--manifest", tmp_path / "m")
+    go_on(job, num_batches=100)
+    told: list[dict[str, Any]] = []
+
+    def until(event: str) -> dict[str, Any]:
+        while not told or told[-1]["event"] != event:
+            line = job.stderr.readline()
+            assert line
+            if line.startswith("{"):
+                told.append(json.loads(line))
+        return told.pop()
+
+    assert until("run")["computed"] == 5
+    corpus.rename(tmp_path / "away")
+    assert "does not exist" in until("error")["message"]
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=60)
+    # The last run failed, whatever those before did.
+    assert job.returncode == 1
+    assert "does not exist" in err
+
+
+def settings_of(*sources: Path, **given: Any) -> Settings:
+    unset: dict[str, Any] = dict.fromkeys(Settings.__dataclass_fields__)
+    texts = {"template": "{text}", "namespace": "default", "shard": "1/1"}
+    flags = {"pin": False, "again": False, "verbose": False, "vllm": ()}
+    paths = tuple(map(str, sources))
+    return Settings(
+        **{**unset, **texts, **flags, "model": "tiny", "sources": paths, **given}
+    )
+
+
+def test_what_a_job_writes_is_no_change(tmp_path: Path) -> None:
+    corpus, elsewhere = tmp_path / "corpus", tmp_path / "elsewhere"
+    for folder in (corpus, elsewhere):
+        folder.mkdir()
+    (corpus / "more").symlink_to(elsewhere)
+    other = elsewhere / "prewarm-2-of-8.jsonl"
+    other.write_text(json.dumps({"type": "header", "version": 1}) + "\n")
+    settings = settings_of(
+        corpus, manifest=corpus / "more" / "m.jsonl", store=str(corpus / "more" / "s")
+    )
+    is_change = settings.change_filter([elsewhere])
+    for written in ("m.jsonl", "s/DARIC_STORE_2", "s/ab/cd/ef.val", other.name):
+        assert not is_change(str(elsewhere / written)), written
+    for changed in (elsewhere / "new.txt", corpus / "a.jsonl", corpus / "gone" / "x"):
+        assert is_change(str(changed))
+    assert not is_change(str(tmp_path / "other.txt"))
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_finishes_the_batch(
     corpus: Path, start: Any, number: signal.Signals
@@ -459,7 +512,7 @@ def test_a_signal_finishes_the_batch(
     assert next_line(job) == "batch\n"
     job.send_signal(number)
     while "interrupt again" not in (line := job.stderr.readline()):
-        pass
+        assert line
     assert json.loads(line)["event"] == "interrupted"
     out, err = job.communicate("\n" * 5, timeout=60)
     assert job.returncode == 130, err
@@ -475,8 +528,8 @@ def test_a_second_signal_stops_at_once_and_the_job_goes_on(
     job = start(corpus, "--model", "tiny", "--batch-tokens", 5)
     assert next_line(job) == "batch\n"
     job.send_signal(signal.SIGINT)
-    while "interrupt again" not in job.stderr.readline():
-        pass
+    while "interrupt again" not in (line := job.stderr.readline()):
+        assert line
     job.send_signal(signal.SIGINT)
     job.communicate(timeout=60)
     assert job.returncode == 130
@@ -509,22 +562,29 @@ def test_a_watched_folder_is_kept_up_with(
     job = start(corpus, "--model", "tiny", *options)
     go_on(job, num_batches=100)
     wait_until(lambda: len(list(manifest.entries())) == 5)
-    (linked / "new.txt").write_text("quite new words")
-    (corpus / "0.txt").unlink()
 
-    def is_up_to_date() -> bool:
-        entries = list(manifest.entries())
-        names = {Path(entry.id).name for entry in entries if entry.is_stored}
-        return "new.txt" in names and any(e.status == "removed" for e in entries)
+    def is_stored(name: str) -> bool:
+        entries = [e for e in manifest.entries() if e.is_stored]
+        return name in {Path(entry.id).name for entry in entries}
 
     # A file may be seen before anything is in it, and then once more.
-    wait_until(is_up_to_date)
+    (linked / "new.txt").write_text("quite new words")
+    wait_until(lambda: is_stored("new.txt"))
+    later = tmp_path / "later"
+    later.mkdir()
+    (corpus / "yet more").symlink_to(later)
+    (corpus / "0.txt").unlink()
+    wait_until(lambda: any(e.status == "removed" for e in manifest.entries()))
+    # Links that came meanwhile are followed as well.
+    time.sleep(1.5)
+    (later / "newer.txt").write_text("newer words")
+    wait_until(lambda: is_stored("newer.txt"))
     # One that comes back is stored again, whatever an engine has in memory.
     (corpus / "0.txt").write_text("document 0 of some words")
-    wait_until(lambda: len(stored()) == 6)
+    wait_until(lambda: len(stored()) == 7)
     job.send_signal(signal.SIGINT)
     _, err = job.communicate(timeout=60)
     assert job.returncode in (0, 130), err
     assert err.count("opened") == 2
     # Its own manifest is neither a document nor a change.
-    assert 1 <= err.count('"event": "run"') <= 6
+    assert 4 <= err.count('"event": "run"') <= 10

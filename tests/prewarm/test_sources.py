@@ -286,3 +286,40 @@ def test_documents_come_out_of_what_frameworks_have(source: Any) -> None:
 def test_what_is_no_source_is_refused(source: Any) -> None:
     with pytest.raises(ConfigError, match="pass documents"):
         list(items_of(source))
+
+
+# ------------------------------------------------------------- what may not be mounted
+
+
+def test_what_an_empty_folder_had_may_be_hidden(tmp_path: Path) -> None:
+    for name in ("a", "ab", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.txt").write_text(name)
+    paths = [str(tmp_path / name) for name in ("a", "ab", "c")]
+    source = PathSource(paths)
+    ids = [item.id for item in source]
+    assert not any(map(source.may_hide, [*ids, "named otherwise"]))
+    (tmp_path / "ab" / "x.txt").unlink()
+    list(source)
+    assert [source.may_hide(one) for one in ids] == [False, True, False]
+    # It may have been in any of them.
+    assert source.may_hide("named otherwise")
+    (tmp_path / "ab" / "y.txt").write_text("back")
+    list(source)
+    assert not source.may_hide(ids[1])
+
+
+def test_what_a_link_led_to_may_be_hidden(tmp_path: Path) -> None:
+    mount, corpus = tmp_path / "mount", tmp_path / "corpus"
+    for folder in (mount, corpus):
+        folder.mkdir()
+    (mount / "x.txt").write_text("far")
+    (corpus / "y.txt").write_text("near")
+    (corpus / "far").symlink_to(mount)
+    source = PathSource([str(corpus)])
+    assert source.linked_folders() == {mount}
+    far, near = sorted(item.id for item in source)
+    assert far == str(corpus / "far" / "x.txt")
+    (mount / "x.txt").unlink()
+    list(source)
+    assert (source.may_hide(far), source.may_hide(near)) == (True, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -9,15 +10,18 @@ from typing import Any
 
 import pytest
 
+from daric_rag.errors import ConfigError
 from daric_rag.prewarm import JobOptions, Manifest, PrewarmJob, refresh
 from daric_rag.prewarm.audit import audit
+from daric_rag.prewarm.manifest import ManifestWriter
 from daric_rag.prewarm.options import engine_identity
 from daric_rag.prewarm.refresh import expire, give_up, pin_all
 from daric_rag.prewarm.templates import FILE_NAME, note_template, other_templates
-from daric_rag.storage import store_name
+from daric_rag.storage import Record, RecordHeader, store_name
 from daric_rag.storage.documents import DocumentTree
+from daric_rag.storage.format import SegmentIdentity
 from tests.prewarm.engines import DiskEngine
-from tests.storage.records import record_files
+from tests.storage.records import OTHER_FINGERPRINT, ROOT, record_files
 
 TEXTS = [f"document {number} of some words" for number in range(6)]
 
@@ -188,6 +192,56 @@ def test_a_store_knows_its_templates(engine: DiskEngine) -> None:
     with closing(DiskEngine(folder)) as again:
         assert again.disk.reclaim().nbytes == 0
     assert (folder / FILE_NAME).exists()
+
+
+def test_a_folder_that_is_no_store_is_left_alone(tmp_path: Path) -> None:
+    note_template(tmp_path, "aa", "{text}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_done_to_documents_of_a_model_that_nobody_named(
+    engine: DiskEngine, manifest: Manifest
+) -> None:
+    run(engine, manifest, TEXTS[:2], lifetime_s=1)
+    header = {**manifest.headers()[-1], "fingerprints": []}
+    with ManifestWriter(manifest.path.with_name("server.jsonl"), header) as writer:
+        writer.append(list(manifest.entries()))
+    of_server = Manifest(writer.path)
+    assert audit(of_server, engine.disk).is_good
+    # Another model's, of the same tokens.
+    rows = engine.disk.segments()
+    ends = [row for row in rows if row.side_data]
+    for row in ends:
+        identity = SegmentIdentity(
+            row.key[::-1], ROOT, OTHER_FINGERPRINT, 0, row.side_data
+        )
+        head = RecordHeader.for_shape(identity, (1, 3, 1, 4), "bfloat16")
+        engine.disk.write(Record(head, memoryview(bytes(48)), row.side_data))
+    for act in (
+        lambda: audit(of_server, engine.disk),
+        lambda: expire(engine.disk, of_server, now=1e12),
+    ):
+        with pytest.raises(ConfigError, match="documents of 2 models"):
+            act()
+    assert len(engine.disk.segments()) == len(rows) + len(ends)
+    assert audit(manifest, engine.disk).is_good
+
+
+def test_what_could_not_be_synced_is_not_called_done(
+    tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with closing(DiskEngine(tmp_path / "unsynced", keeps_pages=False)) as engine:
+        monkeypatch.setattr(os, "fdatasync", fail)
+        _, report = run(engine, manifest, TEXTS[:2])
+        monkeypatch.undo()
+        assert (report.totals.computed, report.totals.failed) == (0, 2)
+        _, report = run(engine, manifest, TEXTS[:2])
+        assert report.totals.computed == 2
+        assert engine.num_computed == 4
+        assert audit(manifest, engine.disk).is_good
 
 
 class Engine:

@@ -37,6 +37,7 @@ COMMANDS = {
     "prewarm_run",
     "prewarm_settings",
     "prewarm_signals",
+    "prewarm_watch",
     "serve_cli",
     "store_cli",
     "store_options",

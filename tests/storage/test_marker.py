@@ -3,6 +3,7 @@
 import pytest
 
 from daric_rag.errors import StoreError
+from daric_rag.prewarm.templates import note_template
 from daric_rag.storage import DiskTier
 from daric_rag.storage.cipher import RecordCipher
 from daric_rag.storage.folder import MARKER
@@ -30,6 +31,7 @@ def test_a_lost_marker_costs_no_record(folder, how, is_sealed):
     tier = DiskTier(folder, CAPACITY_BYTES, cipher=right)
     tier.write(record(1))
     tier.close()
+    note_template(folder, "aa", "{text}")
     before = (folder / MARKER).read_text()
     lose(folder / MARKER, how)
 

@@ -119,6 +119,8 @@ def test_writing_is_aligned_and_brings_nothing_else_to_the_disk(
     del calls[:]
     writer.write(direct_folder / "c", content(2 * STAGING_LEN))
     assert [place for _, place in calls] == [0, STAGING_LEN, 2 * STAGING_LEN, 0]
+    # What is torn by a power cut has no head, and no other record's either.
+    assert calls[0][0][:HEAD_LEN] == bytes(HEAD_LEN)
     assert all(len(written) % BLOCK_LEN == 0 for written, _ in calls)
 
 
@@ -153,16 +155,26 @@ def test_what_is_there_stays_as_it_is(tmp_path):
     assert (tmp_path / "a").read_bytes() == b"precious"
 
 
-def test_a_disk_that_takes_a_part_is_asked_for_the_rest(direct_folder, monkeypatch):
+@pytest.mark.parametrize("beyond", [0, 512])
+def test_a_disk_that_takes_a_part_is_asked_for_the_rest(
+    direct_folder, monkeypatch, beyond
+):
     pwrite = os.pwrite
     monkeypatch.setattr(
         new_file.os,
         "pwrite",
-        lambda file, part, place: pwrite(file, part[:BLOCK_LEN], place),
+        lambda file, part, place: pwrite(file, part[: BLOCK_LEN + beyond], place),
     )
     given = content(2 * STAGING_LEN + 5)
     DirectWriter().write(direct_folder / "a", given)
     assert (direct_folder / "a").read_bytes() == expected(given)
+
+
+@pytest.mark.parametrize("num_taken", [0, 512])
+def test_a_disk_that_takes_nothing_more_is_full(direct_folder, monkeypatch, num_taken):
+    monkeypatch.setattr(new_file.os, "pwrite", lambda *_: num_taken)
+    with pytest.raises(OSError, match="No space left"):
+        DirectWriter().write(direct_folder / "a", content(BLOCK_LEN))
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])

@@ -55,6 +55,54 @@ _STAGES = {
 }
 
 
+# The same, written past the page cache, a block after the other.
+_DIRECT_STAGES = {
+    "before the first block": "kill(os, 'pwrite', 'before')",
+    "behind the first block": "kill(os, 'pwrite', 'after')",
+    "before the head": "kill_at(os, 'pwrite', 3, 'before')",
+    "behind the head": "kill_at(os, 'pwrite', 3, 'after')",
+    "before its end is cut": "kill(os, 'ftruncate', 'before')",
+    "before the file's name": _STAGES["before the file's name"],
+    "after the file's name": _STAGES["after the file's name"],
+}
+_DIRECT_PRELUDE = """
+new_file._STAGING_LEN = 8192
+def kill_at(owner, name, number, when):
+    step, done = getattr(owner, name), []
+    def dying(*args):
+        done.append(True)
+        if when == 'before' and len(done) == number: die()
+        result = step(*args)
+        if len(done) == number: die()
+        return result
+    setattr(owner, name, dying)
+tier.close()
+tier = DiskTier(tier.directory, tier.capacity_bytes, keeps_pages=False)
+"""
+
+
+@pytest.mark.parametrize("stage", _DIRECT_STAGES)
+def test_a_kill_while_writing_past_the_cache_loses_nothing_committed(
+    open_disk, folder, stage
+):
+    long = 400  # tokens, of 32 bytes: a buffer, a part of one, and the head
+    budget = 5 * RECORD_BYTES + 40 * long
+    code = _PRELUDE + _DIRECT_PRELUDE + _DIRECT_STAGES[stage]
+    with start_elsewhere(
+        folder, f"{code}\ntier.write(record(5, num_tokens={long}))\n", budget
+    ) as process:
+        process.communicate(timeout=60)
+    assert process.returncode == -9
+
+    tier = open_disk(budget, keeps_pages=False)
+    assert sorted(tier.keys()) == [key(n) for n in range(5)]
+    assert all(read(tier, n) == payload(n) for n in range(5))
+    assert list(folder.glob("??/??/*.tmp")) == []
+    tier.write(record(5, num_tokens=long))
+    assert read(tier, 5) == payload(5, num_tokens=long)
+    assert tier.stats().corrupt == 0
+
+
 @pytest.mark.parametrize("stage", _STAGES)
 def test_a_kill_at_any_stage_loses_nothing_committed(open_disk, folder, stage):
     budget = 5 * RECORD_BYTES

@@ -16,6 +16,8 @@ from daric_rag.storage import (
     TieredStore,
     open_probe,
     record_file,
+    saver,
+    syncing,
     tiered,
 )
 from daric_rag.storage.io_pool import WriteBehind
@@ -249,6 +251,84 @@ def test_a_sync_that_fails_behind_is_told_and_keeps_the_record(
     assert caplog.text.count("may not survive a power cut") == 1
     assert tier.stats().failed_writes == 0
     assert [read(tier, number) for number in range(4)] == [*map(payload, range(4))]
+
+
+def test_a_sync_that_fails_costs_the_record_where_it_has_to_last(
+    open_disk, monkeypatch, caplog
+):
+    def fail(_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    tier = open_disk(keeps_pages=False)
+    tier.write(record(0))
+    tier.flush()
+    tier.write(record(1))
+    monkeypatch.setattr(os, "fdatasync", fail)
+    tier.flush()
+    assert "may not survive a power cut" in caplog.text
+    assert tier.stats().failed_syncs == 1
+    # Else the next run would find it, and call it safe.
+    assert tier.keys() == [key(0)]
+    assert tier.take_evicted() == [key(1)]
+    monkeypatch.undo()
+    tier.write(record(1))
+    tier.flush()
+    assert (read(tier, 1), tier.stats().failed_syncs) == (payload(1), 1)
+
+
+def test_a_sync_that_fails_behind_costs_the_records_where_they_have_to_last(
+    open_disk, monkeypatch
+):
+    monkeypatch.setattr("daric_rag.storage.saver._MAX_UNSYNCED_UNKEPT", 4)
+
+    def fail(_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    tier = open_disk(keeps_pages=False)
+    for number in range(5):
+        tier.write(record(number))
+    assert tier.keys() == [key(2), key(3), key(4)]
+    assert tier.stats().failed_syncs == 2
+
+
+@pytest.mark.parametrize("keeps_pages", [True, False])
+def test_what_others_wrote_is_synced_where_it_has_to_last(
+    open_disk, folder, monkeypatch, keeps_pages
+):
+    synced = []
+    monkeypatch.setattr(saver, "sync_file_system", synced.append)
+    open_disk().write(record(1))
+    tier = open_disk(keeps_pages=keeps_pages)
+    assert tier.contains(key(1))
+    tier.flush()
+    assert synced == ([] if keeps_pages else [folder])
+
+
+def test_a_file_system_that_does_not_sync_is_told(open_disk, monkeypatch, caplog):
+    def fail(_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    tier = open_disk(keeps_pages=False)
+    monkeypatch.setattr(saver, "sync_file_system", fail)
+    tier.flush()
+    assert tier.stats().failed_syncs == 1
+    assert "may not survive a power cut" in caplog.text
+
+
+def test_file_systems_are_synced(tmp_path, monkeypatch):
+    syncing.sync_file_system(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        syncing.sync_file_system(tmp_path / "absent")
+    calls = []
+    monkeypatch.setattr(syncing, "_syncfs", lambda: lambda file: -1)
+    monkeypatch.setattr(syncing.ctypes, "get_errno", lambda: errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"):
+        syncing.sync_file_system(tmp_path)
+    monkeypatch.setattr(syncing, "_syncfs", lambda: None)
+    monkeypatch.setattr(os, "sync", lambda: calls.append("all"))
+    syncing.sync_file_system(tmp_path)
+    assert calls[-1] == "all"
 
 
 # ------------------------------------------------------------------------- the machine
