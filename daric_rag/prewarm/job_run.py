@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from daric_rag.engine import DocumentOutcome
-from daric_rag.prewarm.manifest import Entry, ManifestWriter
+from daric_rag.prewarm.manifest import Entry
+from daric_rag.prewarm.manifest_writer import ManifestWriter
 from daric_rag.prewarm.options import JobOptions, Totals
 from daric_rag.prewarm.packing import Packer
 from daric_rag.prewarm.seen import SeenDocuments

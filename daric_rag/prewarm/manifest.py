@@ -15,24 +15,20 @@ done is in the store even after a power cut.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal, Self, get_args
-
-from daric_rag.errors import ConfigError, StoreError
+from typing import Any, Final, Literal, get_args
 
 __all__ = [
+    "BEGIN",
     "VERSION",
     "Entry",
     "Manifest",
-    "ManifestWriter",
     "Status",
     "header_of",
     "is_manifest",
@@ -83,7 +79,8 @@ class Entry:
         return self.status in ("computed", "hit")
 
 
-_BEGIN: Final = b'{"type": "header"'
+BEGIN: Final = b'{"type": "header"'
+"""Of every manifest."""
 _HASHES: Final = {
     "hash": re.compile("(?:[0-9a-f]{32})?"),
     "document": re.compile("[0-9a-f]*"),
@@ -161,114 +158,6 @@ class Manifest:
                     yield line
 
 
-class ManifestWriter:
-    """Appends to a manifest that nobody else appends to.
-
-    Args:
-        path: The file, made if absent.
-        header: See `header_of`; written unless it is the file's last one.
-        check: Called with what the file holds before anything is written; may raise.
-
-    Raises:
-        ConfigError: Another process appends to it, or it is something else.
-        StoreError: It cannot be written.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        header: Mapping[str, Any],
-        check: Callable[[Manifest], None] = lambda manifest: None,
-    ) -> None:
-        """Cut off what a kill left unfinished."""
-        self.path = Path(path)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Titles and names of documents may be private.
-            number = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StoreError(
-                f"the manifest {path} cannot be written ({error.strerror}): name "
-                f"another file with --manifest"
-            ) from error
-        self._file: BinaryIO = os.fdopen(number, "r+b")
-        try:
-            self._lock()
-            self._cut_torn_line()
-            headers = Manifest(self.path).headers()
-            if not headers and self._file.tell():
-                raise ConfigError(
-                    f"{path} is no manifest: name another file with --manifest"
-                )
-            check(Manifest(self.path))
-            if not headers or headers[-1] != dict(header):
-                self._write([dict(header)])
-        except BaseException:
-            self.close()
-            raise
-
-    def append(self, entries: Sequence[Entry]) -> None:
-        """Write entries; they are on disk when this returns.
-
-        Raises:
-            StoreError: The file cannot be written.
-        """
-        if entries:
-            self._write([{"type": "document", **asdict(entry)} for entry in entries])
-
-    def close(self) -> None:
-        """Let others append; harmless when repeated."""
-        # After a failed write there is something left to write, and that fails again.
-        with suppress(OSError):
-            self._file.close()
-
-    def __enter__(self) -> Self:
-        """Return the writer itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"another job writes to {self.path}: wait for it, or give each shard "
-                f"a manifest of its own"
-            ) from error
-
-    def _cut_torn_line(self) -> None:
-        end = self._file.seek(0, os.SEEK_END)
-        start = end
-        while start:
-            step = min(start, 1 << 16)
-            self._file.seek(start - step)
-            newline = self._file.read(step).rfind(b"\n")
-            if newline >= 0:
-                start = start - step + newline + 1
-                break
-            start -= step
-        self._file.seek(start)
-        # A file without any line might be somebody's text.
-        if start or _is_torn_header(self._file.read(64)):
-            self._file.truncate(start)
-        self._file.seek(0, os.SEEK_END)
-
-    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-        try:
-            self._file.write(text.encode())
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise StoreError(
-                f"the manifest {self.path} cannot be written ({error.strerror}): make "
-                f"room and run the job again; it goes on where it stopped"
-            ) from error
-
-
 def header_of(identity: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """Return a header.
 
@@ -324,10 +213,6 @@ def is_manifest(path: Path) -> bool:
         return False
     try:
         with path.open("rb") as file:
-            return file.read(len(_BEGIN)) == _BEGIN
+            return file.read(len(BEGIN)) == BEGIN
     except OSError:
         return False
-
-
-def _is_torn_header(begin: bytes) -> bool:
-    return _BEGIN.startswith(begin) or begin.startswith(_BEGIN)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from daric_rag.prewarm.audit import StoredDocuments, check_models
-from daric_rag.prewarm.manifest import Entry, Manifest, ManifestWriter
+from daric_rag.prewarm.manifest import Entry, Manifest
+from daric_rag.prewarm.manifest_writer import ManifestWriter
 from daric_rag.prewarm.seen import SeenDocuments
 from daric_rag.storage.admin import carry_out, plan_eviction
 

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from daric_rag.errors import ConfigError
+from daric_rag.prewarm.folders import blocks, files_of, folders_of, size_of
 from daric_rag.prewarm.items import SourceItem
-from daric_rag.prewarm.manifest import is_manifest
 from daric_rag.prewarm.readers import (
     JSONL_SUFFIXES,
     MAX_DOCUMENT_BYTES,
-    SUFFIXES,
     UnreadableError,
     check_readers,
     read_text,
@@ -85,7 +83,7 @@ class PathSource:
         self._num_bytes, suffixes = 0, set()
         for file in self._files():
             suffixes.add(file.suffix.lower())
-            self._num_bytes += _size(file)
+            self._num_bytes += size_of(file)
         check_readers(suffixes)
 
     @property
@@ -114,7 +112,7 @@ class PathSource:
     def linked_folders(self) -> set[Path]:
         """Return what links to folders lead to, resolved."""
         roots = [Path(path) for path in self._paths if Path(path).is_dir()]
-        folders = (Path(folder) for root in roots for folder, _ in _folders_of(root))
+        folders = (Path(folder) for root in roots for folder, _ in folders_of(root))
         return {folder.resolve() for folder in folders if folder.is_symlink()}
 
     def __iter__(self) -> Iterator[SourceItem]:
@@ -132,9 +130,9 @@ class PathSource:
                 continue
             unread: list[OSError] = []
             is_empty = Path(path).is_dir()
-            for file in _files_of(path, unread.append, self._empty_folders.add):
+            for file in files_of(path, unread.append, self._empty_folders.add):
                 is_empty = False
-                if file != Path(path) and _blocks(file):
+                if file != Path(path) and blocks(file):
                     yield SourceItem(str(file), error="is no regular file")
                 else:
                     yield from self._read(file)
@@ -146,7 +144,7 @@ class PathSource:
     def _files(self) -> Iterator[Path]:
         for path in self._paths:
             if path != "-":
-                yield from _files_of(path)
+                yield from files_of(path)
 
     def _read(self, file: Path) -> Iterator[SourceItem]:
         if file.suffix.lower() in JSONL_SUFFIXES:
@@ -156,7 +154,7 @@ class PathSource:
             except OSError as error:
                 yield _unread_item(str(file), error)
             return
-        num_bytes = _size(file)
+        num_bytes = size_of(file)
         try:
             document = {"text": read_text(file), "source": str(file)}
             yield SourceItem(str(file), document, source_bytes=num_bytes)
@@ -222,90 +220,7 @@ def _unread_item(name: str, error: OSError) -> SourceItem:
     return SourceItem(name, error=f"cannot be read ({reason})", hides_others=True)
 
 
-def _files_of(
-    path: str,
-    on_error: Callable[[OSError], None] = lambda _: None,
-    on_empty_link: Callable[[str], None] = lambda _: None,
-) -> Iterator[Path]:
-    """Yield a file itself, or a folder's files.
-
-    What cannot be looked into is told, and links to folders with nothing in them.
-    """
-    root = Path(path)
-    if (failure := _failure(root)) is not None:
-        on_error(failure)
-        return
-    if not root.is_dir():
-        yield root
-        return
-    for folder, names in _folders_of(root, on_error):
-        if not names and Path(folder).is_symlink() and not any(Path(folder).iterdir()):
-            on_empty_link(folder)
-        for name in names:
-            file = Path(folder, name)
-            if file.is_symlink():
-                # A whole folder may be behind it, on a mount that is not there.
-                failure = _failure(file)
-                if failure is not None:
-                    on_error(failure)
-                    continue
-            if file.suffix.lower() not in SUFFIXES:
-                continue
-            # A job's own record may lie beside the documents.
-            if _blocks(file) or not is_manifest(file):
-                yield file
-
-
-def _folders_of(
-    root: Path, on_error: Callable[[OSError], None] = lambda _: None
-) -> Iterator[tuple[str, list[str]]]:
-    """Yield each folder once, links followed, with the names of its files, sorted."""
-    visited: set[tuple[int, int]] = set()
-    for folder, folders, names in os.walk(root, onerror=on_error, followlinks=True):
-        if not _is_new(folder, visited):
-            # A link to a folder above would have no end.
-            folders.clear()
-            continue
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield folder, sorted(name for name in names if not name.startswith("."))
-
-
 def _is_in(document_id: str, path: str) -> bool:
     """Whether a document is called by a path, or by one inside it."""
     start, rest = document_id[: len(path)], document_id[len(path) :]
     return start == path and (path.endswith("/") or not rest or rest[0] in "/:#")
-
-
-def _failure(path: Path) -> OSError | None:
-    """Return why nothing can be said of what is there; None if something can."""
-    try:
-        path.stat()
-    except OSError as error:
-        return error
-    return None
-
-
-def _is_new(folder: str, visited: set[tuple[int, int]]) -> bool:
-    try:
-        status = Path(folder).stat()
-    except OSError:
-        return True
-    place = status.st_dev, status.st_ino
-    is_new = place not in visited
-    visited.add(place)
-    return is_new
-
-
-def _blocks(file: Path) -> bool:
-    """Whether reading may wait for ever: pipes, sockets, devices."""
-    try:
-        return not stat.S_ISREG(file.stat().st_mode)
-    except OSError:
-        return False
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0

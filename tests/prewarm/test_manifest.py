@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from daric_rag.errors import ConfigError, StoreError
 from daric_rag.prewarm import Entry, Manifest
-from daric_rag.prewarm.manifest import ManifestWriter, header_of
+from daric_rag.prewarm.manifest import header_of
+from daric_rag.prewarm.manifest_writer import ManifestWriter
 
 HEADER = header_of({"model": "m", "namespace": "default"}, template="t")
 OTHER = header_of({"model": "n", "namespace": "default"}, template="t")

@@ -13,7 +13,7 @@ import pytest
 from daric_rag.errors import ConfigError
 from daric_rag.prewarm import JobOptions, Manifest, PrewarmJob, refresh
 from daric_rag.prewarm.audit import audit
-from daric_rag.prewarm.manifest import ManifestWriter
+from daric_rag.prewarm.manifest_writer import ManifestWriter
 from daric_rag.prewarm.options import engine_identity
 from daric_rag.prewarm.refresh import expire, give_up, pin_all
 from daric_rag.prewarm.templates import FILE_NAME, note_template, other_templates

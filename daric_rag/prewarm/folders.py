@@ -1,0 +1,97 @@
+"""The files of a corpus: which they are, in a fixed order, whatever lies there."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from daric_rag.prewarm.manifest import is_manifest
+from daric_rag.prewarm.readers import SUFFIXES
+
+__all__ = ["blocks", "files_of", "folders_of", "size_of"]
+
+
+def files_of(
+    path: str,
+    on_error: Callable[[OSError], None] = lambda _: None,
+    on_empty_link: Callable[[str], None] = lambda _: None,
+) -> Iterator[Path]:
+    """Yield a file itself, or a folder's files.
+
+    What cannot be looked into is told, and links to folders with nothing in them.
+    """
+    root = Path(path)
+    if (failure := _failure(root)) is not None:
+        on_error(failure)
+        return
+    if not root.is_dir():
+        yield root
+        return
+    for folder, names in folders_of(root, on_error):
+        if not names and Path(folder).is_symlink() and not any(Path(folder).iterdir()):
+            on_empty_link(folder)
+        for name in names:
+            file = Path(folder, name)
+            if file.is_symlink():
+                # A whole folder may be behind it, on a mount that is not there.
+                failure = _failure(file)
+                if failure is not None:
+                    on_error(failure)
+                    continue
+            if file.suffix.lower() not in SUFFIXES:
+                continue
+            # A job's own record may lie beside the documents.
+            if blocks(file) or not is_manifest(file):
+                yield file
+
+
+def folders_of(
+    root: Path, on_error: Callable[[OSError], None] = lambda _: None
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder once, links followed, with the names of its files, sorted."""
+    visited: set[tuple[int, int]] = set()
+    for folder, folders, names in os.walk(root, onerror=on_error, followlinks=True):
+        if not _is_new(folder, visited):
+            # A link to a folder above would have no end.
+            folders.clear()
+            continue
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield folder, sorted(name for name in names if not name.startswith("."))
+
+
+def _failure(path: Path) -> OSError | None:
+    """Return why nothing can be said of what is there; None if something can."""
+    try:
+        path.stat()
+    except OSError as error:
+        return error
+    return None
+
+
+def _is_new(folder: str, visited: set[tuple[int, int]]) -> bool:
+    try:
+        status = Path(folder).stat()
+    except OSError:
+        return True
+    place = status.st_dev, status.st_ino
+    is_new = place not in visited
+    visited.add(place)
+    return is_new
+
+
+def blocks(file: Path) -> bool:
+    """Whether reading may wait for ever: pipes, sockets, devices."""
+    try:
+        return not stat.S_ISREG(file.stat().st_mode)
+    except OSError:
+        return False
+
+
+def size_of(file: Path) -> int:
+    """Return a file's bytes; 0 if it cannot be looked at."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
