@@ -118,7 +118,7 @@ def version() -> None:
 def main() -> None:
     """Run the command line; what goes wrong is one line, without a traceback."""
     try:
-        _prepare_stdout()
+        _prepare_streams()
         app()
     except DaricError as error:
         _fail(str(error))
@@ -126,15 +126,26 @@ def main() -> None:
         _fail(_described(error))
 
 
-def _prepare_stdout() -> None:
+def _prepare_streams() -> None:
+    """See that the three are open: the next file opened would take a free number."""
+    _open_if_closed(0)
     if sys.stdout is None:
-        # Before anything is done: the next file opened would take its number.
         raise ConfigError(
             "standard output is closed: send it to /dev/null if it is not wanted"
         )
+    _open_if_closed(2)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Titles are of any script, and the terminal may know ASCII only.
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _open_if_closed(number: int) -> None:
+    try:
+        os.fstat(number)
+    except OSError:
+        # The lowest free number, which this one is.
+        os.open(os.devnull, os.O_RDWR)
+        os.set_inheritable(number, True)
 
 
 def _described(error: OSError) -> str:

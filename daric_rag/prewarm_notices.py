@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 __all__ = ["log", "notice"]
@@ -34,9 +35,11 @@ def log(event: str, **values: Any) -> None:
 def _write(line: str) -> None:
     if sys.stderr is None:
         return  # The process was started without.
-    try:
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
-    except RuntimeError:
-        # A signal came in the middle of a write, and buffers take no other one then.
-        os.write(2, (line + "\n").encode(errors="replace"))
+    # A job does not end because nobody reads its log any more.
+    with suppress(OSError):
+        try:
+            sys.stderr.write(line + "\n")
+            sys.stderr.flush()
+        except RuntimeError:
+            # A signal came in the middle of a write, and buffers take no other then.
+            os.write(2, (line + "\n").encode(errors="replace"))

@@ -51,12 +51,10 @@ def run_job(settings: Settings, *, as_json: bool) -> JobReport:
     """Run a job once, and tell how it ended."""
     stop = Stop()
     source = settings.source(stop.stdin)
-    with (
-        opened_engine(settings, settings.store, as_json=as_json) as engine,
-        stop.takes_signals(),
-    ):
-        outcome = run_on(engine, settings, source, stop)
-    outcome.tell(as_json=as_json)
+    with stop.takes_signals():
+        with opened_engine(settings, settings.store, as_json=as_json) as engine:
+            outcome = run_on(engine, settings, source, stop)
+        outcome.tell(as_json=as_json)
     return outcome.report
 
 
@@ -160,9 +158,8 @@ def run_on(
         report = job.run()
     if report.stopped == "empty":
         raise ConfigError(
-            "the sources, or a folder of them, have no document at all, and --sync "
-            "would have given up all that was there: see that they are mounted; to "
-            "remove documents use `daric store evict`, and a new --manifest afterwards"
+            "the sources have no document at all, and --sync would have given up "
+            "everything: see that they are there; `daric store evict` removes all"
         )
     if settings.pin:
         _pin(settings, job.header)

@@ -133,7 +133,9 @@ class Settings:
         if stdin is None and sys.stdin is not None:
             stdin = sys.stdin.buffer
         split = None if self.splitter is None else load_splitter(self.splitter)
-        return PathSource(self.sources, JsonFields(*self.fields), stdin, split)
+        return PathSource(
+            self.sources, JsonFields(*self.fields), stdin, split, [self.manifest]
+        )
 
     def watched_folders(self) -> list[Path]:
         """Return the folders that tell of changes; of a file its own one.
@@ -149,7 +151,7 @@ class Settings:
         What a job writes is none, wherever it lies.
 
         Args:
-            linked: Folders that links in a source lead to.
+            linked: What links in a source lead to.
         """
         from daric_rag.prewarm.manifest import is_manifest
 

@@ -59,6 +59,8 @@ class _Watcher:
         self._settings, self._stop, self._as_json = settings, stop, as_json
         self._engines, self._engine = engines, None
         self._has_evicted = Event()
+        # As they are now: what is gone later is looked for where it was.
+        self._roots = settings.watched_folders()
         self._linked: set[Path] = set()
         self.outcome: Outcome | None = None
         self.error: DaricError | None = None
@@ -67,18 +69,29 @@ class _Watcher:
         """Go on until interrupted."""
         while True:
             self._linked = self._links()
-            changes = self._changes()
+            places, changes = self._places(), self._changes()
             # From now on nothing is missed, what changes during a run included.
             next(changes, None)
             self._run_once()
             for changed in changes:
                 if changed:
                     self._run_once()
-                # A new link leads to where nobody looks.
-                if self._links() != self._linked:
+                # A new link leads to where nobody looks, as does a new folder in the
+                # place of one that is gone.
+                if changed and self._links() != self._linked:
+                    break
+                if (now := self._places()) != places and None not in now:
                     break
             else:
                 return  # Interrupted.
+
+    def _places(self) -> list[tuple[int, int] | None]:
+        """Return which folders are watched; None for one that is gone."""
+        return [_identity(path) for path in self._watched()]
+
+    def _watched(self) -> list[Path]:
+        linked = (one if one.is_dir() else one.parent for one in self._linked)
+        return list(dict.fromkeys([*self._roots, *linked]))
 
     def _changes(self) -> Iterator[Any]:
         try:
@@ -89,8 +102,7 @@ class _Watcher:
             ) from error
         is_change = self._settings.change_filter(self._linked)
         return watch(
-            *self._settings.watched_folders(),
-            *self._linked,
+            *filter(Path.exists, self._watched()),
             watch_filter=lambda _, path: is_change(path),
             stop_event=self._stop.event,
             rust_timeout=_STEP_MS,
@@ -99,7 +111,7 @@ class _Watcher:
 
     def _links(self) -> set[Path]:
         try:
-            return self._settings.source().linked_folders()
+            return self._settings.source().linked()
         except DaricError:
             if self.outcome is None:
                 raise
@@ -141,3 +153,11 @@ class _Watcher:
                 )
             )
         return self._engine
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -121,6 +121,7 @@ def report_json(report: JobReport, elapsed_s: float, **more: Any) -> dict[str, A
     return {
         **asdict(report.totals),
         "stopped": report.stopped,
+        "num_damaged_lines": report.num_damaged_lines,
         "elapsed_s": round(elapsed_s, 3),
         **more,
     }
@@ -138,6 +139,11 @@ def report_lines(report: JobReport, elapsed_s: float) -> list[str]:
     ]
     if totals.others:
         lines.append(f"{totals.others} are other shards'")
+    if report.num_damaged_lines:
+        lines.append(
+            f"the manifest had damaged lines ({report.num_damaged_lines}): what they "
+            f"may have said was looked up again"
+        )
     if totals.removed:
         lines.append(f"{totals.removed} vanished ones given up")
     if report.stopped == "budget":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -48,16 +48,22 @@ class StoredDocuments:
     Args:
         disk: The store.
         header: A manifest's: which tenant's documents are meant, and of which ranks.
+        tree: Of the store, if it is known already.
     """
 
-    def __init__(self, disk: DiskTier, header: dict[str, Any]) -> None:
-        self.tree = DocumentTree(disk.segments())
-        self._ranks = {bytes.fromhex(text) for text in header["fingerprints"] or ()}
+    def __init__(
+        self,
+        disk: DiskTier,
+        header: Mapping[str, Any],
+        tree: DocumentTree | None = None,
+    ) -> None:
+        self.tree = tree or DocumentTree(disk.segments())
+        self._ranks = {bytes.fromhex(text) for text in header.get("fingerprints") or ()}
         self._by_hash: dict[str, list[Document]] = {}
         for document in self.tree.documents:
             if document.document_hash is None or not document.complete:
                 continue
-            if document.namespace != header["namespace"]:
+            if document.namespace != header.get("namespace"):
                 continue
             if self._ranks and document.fingerprint not in self._ranks:
                 continue
@@ -90,12 +96,12 @@ def check_models(disk: DiskTier, header: Mapping[str, Any]) -> None:
         ConfigError: The header names no model's fingerprints, as a server tells none,
             and the tenant has documents of several.
     """
-    if header["fingerprints"]:
+    if header.get("fingerprints"):
         return
     fingerprints = {
         document.fingerprint
         for document in DocumentTree(disk.segments()).documents
-        if document.namespace == header["namespace"]
+        if document.namespace == header.get("namespace")
     }
     if len(fingerprints) > 1:
         raise ConfigError(
@@ -111,7 +117,8 @@ def audit(
     """Read every record of every document that a manifest says is stored.
 
     Args:
-        manifest: What its last header says of model and tenant is what is meant.
+        manifest: What it says of all tenants is meant, for the model and the store
+            that it was last used with.
         disk: The store.
         on_record: Called before every record.
 
@@ -119,26 +126,25 @@ def audit(
         StoreError: The store's index cannot be read.
         ConfigError: See `check_models`.
     """
-    result = Audit()
-    headers = manifest.headers()
-    if not headers:
-        result.num_damaged_lines = manifest.num_damaged
-        return result
-    check_models(disk, headers[-1])
-    stored = StoredDocuments(disk, headers[-1])
+    result, tree = Audit(), DocumentTree(disk.segments())
     present: list[tuple[Entry, list[Document]]] = []
-    for entry in _live(manifest, headers[-1]):
-        result.num_documents += 1
-        found = stored.find(entry)
-        if found:
-            present.append((entry, found))
-        else:
-            result.missing.append(entry)
+    circumstances = manifest.circumstances()
+    for header in circumstances:
+        if header.get("fingerprints") != circumstances[-1].get("fingerprints"):
+            continue
+        check_models(disk, header)
+        stored = StoredDocuments(disk, header, tree)
+        for entry in _live(manifest, header):
+            result.num_documents += 1
+            if found := stored.find(entry):
+                present.append((entry, found))
+            else:
+                result.missing.append(entry)
     result.num_damaged_lines = manifest.num_damaged
-    segments = stored.tree.segments_of(d for _, documents in present for d in documents)
+    segments = tree.segments_of(d for _, documents in present for d in documents)
     result.records = verify_segments(disk, segments, on_record=on_record)
     bad = [key for key, _ in (*result.records.damaged, *result.records.unreadable)]
-    spoilt = {document.key for document in stored.tree.needing(bad)}
+    spoilt = {document.key for document in tree.needing(bad)}
     result.damaged = [
         entry
         for entry, documents in present
@@ -147,9 +153,8 @@ def audit(
     return result
 
 
-def _live(manifest: Manifest, header: dict[str, Any]) -> Iterator[Entry]:
+def _live(manifest: Manifest, header: Mapping[str, Any]) -> Iterator[Entry]:
     """Yield what is stored by the manifest's last word, each text once."""
     with SeenDocuments() as seen:
-        entries: Iterable[Entry] = manifest.entries(header)
-        seen.load(entries)
+        seen.load(manifest.history(header))
         yield from seen.stored()

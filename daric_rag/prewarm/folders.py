@@ -5,22 +5,38 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from daric_rag.prewarm.manifest import is_manifest
 from daric_rag.prewarm.readers import SUFFIXES
 
-__all__ = ["blocks", "files_of", "folders_of", "size_of"]
+__all__ = ["Folder", "blocks", "files_of", "folders_of", "linked_in", "size_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder of a corpus.
+
+    Attributes:
+        path: As it was come upon.
+        names: Of its files, sorted.
+        is_empty: Whether there is nothing at all in it.
+    """
+
+    path: Path
+    names: list[str]
+    is_empty: bool
 
 
 def files_of(
     path: str,
     on_error: Callable[[OSError], None] = lambda _: None,
-    on_empty_link: Callable[[str], None] = lambda _: None,
+    on_empty: Callable[[Path], None] = lambda _: None,
 ) -> Iterator[Path]:
     """Yield a file itself, or a folder's files.
 
-    What cannot be looked into is told, and links to folders with nothing in them.
+    What cannot be looked into is told, and folders with nothing in them.
     """
     root = Path(path)
     if (failure := _failure(root)) is not None:
@@ -29,11 +45,11 @@ def files_of(
     if not root.is_dir():
         yield root
         return
-    for folder, names in folders_of(root, on_error):
-        if not names and Path(folder).is_symlink() and not any(Path(folder).iterdir()):
-            on_empty_link(folder)
-        for name in names:
-            file = Path(folder, name)
+    for folder in folders_of(root, on_error):
+        if folder.is_empty:
+            on_empty(folder.path)
+        for name in folder.names:
+            file = folder.path / name
             if file.is_symlink():
                 # A whole folder may be behind it, on a mount that is not there.
                 failure = _failure(file)
@@ -49,16 +65,28 @@ def files_of(
 
 def folders_of(
     root: Path, on_error: Callable[[OSError], None] = lambda _: None
-) -> Iterator[tuple[str, list[str]]]:
-    """Yield each folder once, links followed, with the names of its files, sorted."""
+) -> Iterator[Folder]:
+    """Yield each folder once, links followed, hidden ones and files left out."""
     visited: set[tuple[int, int]] = set()
     for folder, folders, names in os.walk(root, onerror=on_error, followlinks=True):
         if not _is_new(folder, visited):
             # A link to a folder above would have no end.
             folders.clear()
             continue
+        is_empty = not folders and not names
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield folder, sorted(name for name in names if not name.startswith("."))
+        shown = sorted(name for name in names if not name.startswith("."))
+        yield Folder(Path(folder), shown, is_empty)
+
+
+def linked_in(root: Path) -> Iterator[Path]:
+    """Yield what links in a folder lead to, files and folders, links followed."""
+    for folder in folders_of(root):
+        if folder.path.is_symlink():
+            yield folder.path.resolve()
+        for name in folder.names:
+            if (folder.path / name).is_symlink():
+                yield (folder.path / name).resolve()
 
 
 def _failure(path: Path) -> OSError | None:

@@ -25,6 +25,7 @@ class SourceItem:
         error: Why it could not be read, or "".
         source_bytes: What it took up in its source, for the estimate of time left;
             0 if unknown.
+        place: The file that holds it, absolute and links followed; "" if there is none.
         hides_others: Whether it stands for documents of other ids that could not be
             read either, so that none can be said to have vanished.
     """
@@ -33,6 +34,7 @@ class SourceItem:
     document: Any = None
     error: str = ""
     source_bytes: int = 0
+    place: str = ""
     hides_others: bool = False
 
 

@@ -108,12 +108,14 @@ class PrewarmJob:
                 seen.learn(entry)
                 self._on_entry(entry, totals)
 
-            writer = None
+            writer, num_damaged = None, 0
             if self._manifest is not None:
                 writer = stack.enter_context(
                     ManifestWriter(self._manifest, self.header, self._check_vanishing)
                 )
-                seen.load(Manifest(self._manifest).entries(self.header))
+                manifest = Manifest(self._manifest)
+                seen.load(manifest.history(self.header))
+                num_damaged = manifest.num_damaged
             run = stack.enter_context(
                 JobRun(
                     self._engine,
@@ -127,11 +129,9 @@ class PrewarmJob:
             stopped = self._feed(run, seen)
             run.finish()
             if self.on_vanished is not None and stopped in ("", "budget"):
-                may_hide = getattr(self._source, "may_hide", lambda _: False)
-                stopped = run.give_up_vanished(
-                    seen, self.on_vanished, may_hide, stopped
-                )
-        return JobReport(run.totals, stopped)
+                emptied = getattr(self._source, "emptied", lambda _: "")
+                stopped = run.give_up_vanished(seen, self.on_vanished, emptied, stopped)
+        return JobReport(run.totals, stopped, num_damaged)
 
     def _feed(self, run: JobRun, seen: SeenDocuments) -> str:
         """Hand the source to the engine; returns why it was not read to its end."""
@@ -161,14 +161,14 @@ class PrewarmJob:
     ) -> NewDocument | None:
         """Return what is to be computed of an item; None if nothing is."""
         if item.error:
-            seen.keep(item.id)
+            seen.keep(item.id, item.place)
             run.hides_others |= item.hides_others
             run.note(Entry(item.id, "failed", error=item.error))
             return None
         try:
             parts = self._builder.document_parts([item.document])
         except PromptError as error:
-            seen.keep(item.id)
+            seen.keep(item.id, item.place)
             run.note(Entry(item.id, "failed", error=str(error)))
             return None
         if not parts:
@@ -180,7 +180,7 @@ class PrewarmJob:
             seen.saw(name)
             run.totals.others += 1
             return None
-        known = seen.visit(name, item.id)
+        known = seen.visit(name, item.id, item.place)
         if known is Known.DONE and self._options.again:
             known = Known.NEW
         if known is Known.DONE:
@@ -189,7 +189,7 @@ class PrewarmJob:
         run.totals.repeated += known is Known.REPEATED
         if known is not Known.NEW:
             return None
-        return NewDocument(item.id, name, parts[0], item.source_bytes)
+        return NewDocument(item.id, name, parts[0], item.source_bytes, item.place)
 
     def _make_guard(self) -> StoreGuard:
         stats = getattr(self._engine, "store_stats", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -46,6 +46,7 @@ class NewDocument:
     hash: TextHash
     part: DocumentPart
     source_bytes: int
+    place: str = ""
 
 
 @dataclass(slots=True)
@@ -128,7 +129,7 @@ class JobRun:
         self,
         seen: SeenDocuments,
         give_up: Callable[[Sequence[Entry]], None],
-        may_hide: Callable[[str], bool],
+        emptied: Callable[[str], str],
         stopped: str = "",
     ) -> str:
         """Give up what the source has no more; returns why not all was done.
@@ -136,17 +137,25 @@ class JobRun:
         Args:
             seen: Everything that the source has.
             give_up: Evicts or unpins.
-            may_hide: Whether the source may have a document of an id, though it did not
-                show it.
+            emptied: See `PathSource.emptied`: what was there is kept, and told.
             stopped: Why not everything was computed, or "".
         """
         if self.hides_others:
             return stopped or "unreadable"
-        vanished = list(seen.vanished())
-        is_empty = not self.totals.num_alive and not stopped
-        # An empty mount looks like an empty corpus, or an empty part of one.
-        if vanished and (is_empty or any(may_hide(entry.id) for entry in vanished)):
-            return stopped or "empty"
+        kept: Counter[str] = Counter()
+        vanished = []
+        for entry in seen.vanished():
+            if place := emptied(entry.place):
+                kept[place] += 1
+            else:
+                vanished.append(entry)
+        is_any_left = self.totals.num_alive or self.totals.others
+        if (vanished or kept) and not is_any_left and not stopped:
+            # An empty mount looks like an empty corpus.
+            return "empty"
+        for place, num_documents in kept.items():
+            error = f"is empty, and {_KEPT.format(num_documents)}"
+            self._unwritten.append(Entry(place, "failed", error=error))
         # In this order: a kill in between leaves documents that nobody asks for, and
         # never one that is called done and is not there.
         self._unwritten += vanished
@@ -264,6 +273,11 @@ class JobRun:
                 self._commit()
 
 
+_KEPT = (
+    "{} documents that were in it are kept: mount or fill it, or remove it if they are "
+    "gone"
+)
+
 # Which ones is not known: the next run finds those that were kept.
 _NOT_KEPT = (
     "the store lost some of what it was given about now (disk full, too slow, or over "
@@ -280,7 +294,13 @@ def _doubted(entry: Entry) -> Entry:
 
 
 def _entry(document: NewDocument, outcome: DocumentOutcome, seconds: float) -> Entry:
-    entry = Entry(document.id, "failed", document.hash.hex(), error=outcome.error)
+    entry = Entry(
+        document.id,
+        "failed",
+        document.hash.hex(),
+        error=outcome.error,
+        place=document.place,
+    )
     if outcome.error or outcome.document_hash is None:
         return entry
     return replace(

@@ -1,16 +1,17 @@
 r"""The record of a job: JSON Lines, appended to, never rewritten.
 
 A header says under what circumstances the entries below it hold; each entry tells of
-one document::
+one document; every line ends with the checksum of what it says::
 
-    {"type": "header", "version": 1, "model": "...", "fingerprints": [...], ...}
+    {"type": "header", "version": 2, "model": "...", "fingerprints": [...], ...}
     {"type": "document", "id": "a.md", "hash": "...", "status": "computed", ...}
 
 A kill may tear the last line; it is cut off before the file is appended to. Lines that
-are damaged are left out and counted: their documents are looked up again, and the
-store knows them. A writer appends whole groups of lines and returns once they are on
-disk (`fsync`), always after the store was flushed, so that a document that is called
-done is in the store even after a power cut.
+are damaged are left out and counted, and what they may have changed is looked up in the
+store again, which knows: the documents told of before such a line, and those behind one
+that may have been a header. A writer appends whole groups of lines and returns once
+they are on disk (`fsync`), always after the store was flushed, so that a document that
+is called done is in the store even after a power cut.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -30,11 +32,13 @@ __all__ = [
     "Entry",
     "Manifest",
     "Status",
+    "encoded",
     "header_of",
     "is_manifest",
+    "is_other_version",
 ]
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 Status = Literal["computed", "hit", "skipped", "failed", "removed"]
 """``computed``: now; ``hit``: the store had it; ``skipped``: not to be stored, see
@@ -60,6 +64,7 @@ class Entry:
         error: Why it is not stored, or "".
         time: When, in seconds since 1970.
         expires: When it may go, in seconds since 1970; None: never.
+        place: See `SourceItem`.
     """
 
     id: str
@@ -72,6 +77,7 @@ class Entry:
     error: str = ""
     time: float = 0.0
     expires: float | None = None
+    place: str = ""
 
     @property
     def is_stored(self) -> bool:
@@ -81,6 +87,7 @@ class Entry:
 
 BEGIN: Final = b'{"type": "header"'
 """Of every manifest."""
+_DOCUMENT: Final = b'"type": "document"'
 _HASHES: Final = {
     "hash": re.compile("(?:[0-9a-f]{32})?"),
     "document": re.compile("[0-9a-f]*"),
@@ -96,7 +103,12 @@ _TYPES: Final[dict[str, type | tuple[type, ...]]] = {
     "error": str,
     "time": (int, float),
     "expires": (int, float, type(None)),
+    "place": str,
 }
+
+# Of headers.
+_TEXTS: Final = ("model", "namespace", "store", "template")
+_LISTS: Final = {"fingerprints": _HASHES["document"], "sources": re.compile(".*", re.S)}
 
 
 class Manifest:
@@ -115,7 +127,19 @@ class Manifest:
 
     def headers(self) -> list[dict[str, Any]]:
         """Return every header, in order."""
-        return [line for line in self._lines() if line["type"] == "header"]
+        lines = (line for line, _ in self._lines() if line is not None)
+        return [line for line in lines if line["type"] == "header"]
+
+    def circumstances(self) -> list[dict[str, Any]]:
+        """Return a header of each kind that entries hold under, of the last's store."""
+        kinds: dict[str, dict[str, Any]] = {}
+        store = None
+        for header in self.headers():
+            # The last one of a kind, in their order.
+            kinds.pop(repr(_identity(header)), None)
+            kinds[repr(_identity(header))] = header
+            store = header.get("store")
+        return [header for header in kinds.values() if header.get("store") == store]
 
     def sources(self, header: Mapping[str, Any]) -> set[str]:
         """Return where the documents of a header's circumstances came from."""
@@ -132,18 +156,28 @@ class Manifest:
         Args:
             header: None for all entries.
         """
-        applies = header is None
-        for line in self._lines():
-            if line["type"] == "header":
-                applies = header is None or _identity(line) == _identity(header)
-            elif applies:
-                entry = _entry_of(line)
-                if entry is None:
-                    self.num_damaged += 1
-                else:
-                    yield entry
+        return (entry for entry in self.history(header) if entry is not None)
 
-    def _lines(self) -> Iterator[dict[str, Any]]:
+    def history(
+        self, header: Mapping[str, Any] | None = None
+    ) -> Iterator[Entry | None]:
+        """Yield `entries`, and None for every damaged line: it may have said more."""
+        applies = header is None
+        for line, may_be_header in self._lines():
+            if line is None:
+                if header is not None and may_be_header:
+                    applies = False
+                yield None
+            elif line["type"] == "header":
+                applies = header is None or _identity(line) == _identity(header)
+            elif (entry := _entry_of(line)) is None:
+                self.num_damaged += 1
+                yield None
+            elif applies:
+                yield entry
+
+    def _lines(self) -> Iterator[tuple[dict[str, Any] | None, bool]]:
+        """Yield lines, None for a damaged one, and whether it may be a header."""
         self.num_damaged = 0
         try:
             file = self.path.open("rb")
@@ -152,10 +186,8 @@ class Manifest:
         with file:
             for raw in file:
                 line = _parsed(raw)
-                if line is None:
-                    self.num_damaged += 1
-                else:
-                    yield line
+                self.num_damaged += line is None
+                yield line, _DOCUMENT not in raw
 
 
 def header_of(identity: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -173,6 +205,30 @@ def _identity(header: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(header.get(name) for name in _IDENTITY)
 
 
+def encoded(line: Mapping[str, Any]) -> bytes:
+    """Return a line with its checksum.
+
+    Raises:
+        ValueError: A number is none.
+    """
+    checked = {**line, "crc": _checksum(line)}
+    return json.dumps(checked, allow_nan=False).encode() + b"\n"
+
+
+def is_other_version(raw: bytes) -> bool:
+    """Whether a first line is the header of a manifest of another version."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return False
+    is_header = isinstance(line, dict) and line.get("type") == "header"
+    return is_header and line.get("version") != VERSION
+
+
+def _checksum(line: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(line).encode())
+
+
 def _parsed(raw: bytes) -> dict[str, Any] | None:
     try:
         line = json.loads(raw)
@@ -181,9 +237,25 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
     # Without its newline a line may be the beginning of a longer one.
     if not raw.endswith(b"\n") or not isinstance(line, dict):
         return None
+    if line.pop("crc", None) != _checksum(line):
+        return None
     if line.get("type") == "header":
-        return line if line.get("version") == VERSION else None
+        return line if _is_header(line) else None
     return line if line.get("type") == "document" else None
+
+
+def _is_header(line: Mapping[str, Any]) -> bool:
+    if line.get("version") != VERSION:
+        return False
+    if not all(isinstance(line.get(name) or "", str) for name in _TEXTS):
+        return False
+    for name, pattern in _LISTS.items():
+        values = line.get(name) or []
+        if not isinstance(values, list):
+            return False
+        if not all(isinstance(v, str) and pattern.fullmatch(v) for v in values):
+            return False
+    return True
 
 
 def _entry_of(line: Mapping[str, Any]) -> Entry | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from daric_rag.errors import ConfigError, StoreError
-from daric_rag.prewarm.manifest import BEGIN, Entry, Manifest
+from daric_rag.prewarm.manifest import (
+    BEGIN,
+    Entry,
+    Manifest,
+    encoded,
+    is_other_version,
+)
 
 __all__ = ["ManifestWriter"]
+
+# A pipe must not keep it waiting.
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class ManifestWriter:
@@ -41,23 +50,27 @@ class ManifestWriter:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Titles and names of documents may be private.
-            number = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            number = os.open(self.path, _FLAGS, 0o600)
         except OSError as error:
             raise StoreError(
                 f"the manifest {path} cannot be written ({error.strerror}): name "
                 f"another file with --manifest"
             ) from error
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            os.close(number)
+            raise ConfigError(f"{path} is no file: name one with --manifest")
         self._file: BinaryIO = os.fdopen(number, "r+b")
         try:
             self._lock()
             self._cut_torn_line()
-            headers = Manifest(self.path).headers()
+            manifest = Manifest(self.path)
+            headers = manifest.headers()
             if not headers and self._file.tell():
-                raise ConfigError(
-                    f"{path} is no manifest: name another file with --manifest"
-                )
+                raise ConfigError(f"{path} is {self._kind()}")
             check(Manifest(self.path))
-            if not headers or headers[-1] != dict(header):
+            # A damaged line may be a header that the last entries are below.
+            is_last = bool(headers) and headers[-1] == dict(header)
+            if not is_last or manifest.num_damaged:
                 self._write([dict(header)])
         except BaseException:
             self.close()
@@ -86,6 +99,19 @@ class ManifestWriter:
         """Close."""
         self.close()
 
+    def _kind(self) -> str:
+        """Say what a file without a header of ours is, and what to do."""
+        end = self._file.tell()
+        self._file.seek(0)
+        first = self._file.readline(1 << 20)
+        self._file.seek(end)
+        if is_other_version(first):
+            return (
+                "a manifest of another version of daric_rag: name another file with "
+                "--manifest; what is stored is found again, and not computed anew"
+            )
+        return "no manifest: name another file with --manifest"
+
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,9 +139,8 @@ class ManifestWriter:
         self._file.seek(0, os.SEEK_END)
 
     def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
         try:
-            self._file.write(text.encode())
+            self._file.write(b"".join(map(encoded, lines)))
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:

@@ -127,14 +127,15 @@ class JobReport:
         totals: What was done.
         stopped: Why it ended before all was done: ``"stopped"`` by `stop`;
             ``"budget"``: the store has no more room; ``"store"``: writing to it failed
-            again and again; ``"empty"``: the source, or a folder of it, has no document
-            at all, so that ``sync`` would have removed all that it had;
-            ``"unreadable"``: it could not be read as a whole, so that ``sync`` removed
-            nothing; "" if all was done.
+            again and again; ``"empty"``: the source has no document at all, so that
+            ``sync`` would have removed everything; ``"unreadable"``: it could not be
+            read as a whole, so that ``sync`` removed nothing; "" if all was done.
+        num_damaged_lines: Of the manifest; what they may have said was looked up again.
     """
 
     totals: Totals
     stopped: str = ""
+    num_damaged_lines: int = 0
 
 
 def engine_identity(engine: Any) -> dict[str, Any]:

@@ -82,6 +82,8 @@ def _html(path: Path) -> str:
     """Return the text that a browser would show, a line per block."""
     bs4 = _needed("bs4", "HTML")
     content = _content(path)
+    # It warns of what is refused below.
+    logging.getLogger("bs4.dammit").setLevel(logging.ERROR)
     try:
         # Bytes: a page may say itself how it is encoded.
         soup = bs4.BeautifulSoup(content, "html.parser")
@@ -89,6 +91,8 @@ def _html(path: Path) -> str:
         # What its parser refuses has an error that is of no narrower kind.
         reason = " ".join(str(error).split())
         raise UnreadableError(f"is no HTML that can be read ({reason})") from error
+    if soup.contains_replacement_characters:
+        raise UnreadableError("is in no encoding that it names: convert it to UTF-8")
     for hidden in soup(["script", "style", "template", "noscript", "head"]):
         hidden.decompose()
     lines = (" ".join(line.split()) for line in soup.get_text("\n").splitlines())

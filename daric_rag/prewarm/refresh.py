@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from daric_rag.errors import ConfigError
 from daric_rag.prewarm.audit import StoredDocuments, check_models
 from daric_rag.prewarm.manifest import Entry, Manifest
 from daric_rag.prewarm.manifest_writer import ManifestWriter
@@ -23,7 +25,7 @@ Vanished = Literal["evict", "unpin"]
 
 
 def give_up(
-    disk: DiskTier, header: dict[str, Any], entries: Sequence[Entry], how: Vanished
+    disk: DiskTier, header: Mapping[str, Any], entries: Sequence[Entry], how: Vanished
 ) -> int:
     """Unpin documents, and evict them if so wanted; what others share stays.
 
@@ -47,7 +49,7 @@ def give_up(
     return carry_out(disk, plan_eviction(stored.tree, _documents(stored, entries)))
 
 
-def pin_all(disk: DiskTier, manifest: Manifest, header: dict[str, Any]) -> int:
+def pin_all(disk: DiskTier, manifest: Manifest, header: Mapping[str, Any]) -> int:
     """Pin every document that a manifest calls stored; returns how many are new.
 
     Raises:
@@ -55,7 +57,7 @@ def pin_all(disk: DiskTier, manifest: Manifest, header: dict[str, Any]) -> int:
     """
     stored = StoredDocuments(disk, header)
     with SeenDocuments() as seen:
-        seen.load(manifest.entries(header))
+        seen.load(manifest.history(header))
         keys = [document.key for document in _documents(stored, seen.stored())]
     return disk.pin(keys)
 
@@ -73,19 +75,36 @@ def expire(disk: DiskTier, manifest: Manifest, *, now: float) -> tuple[int, int]
 
     Raises:
         StoreError: The store cannot be changed, or the manifest not be written.
-        ConfigError: A job writes to the manifest, or see `check_models`.
+        ConfigError: A job writes to the manifest, it is of another store, or see
+            `check_models`.
     """
-    headers = manifest.headers()
-    if not headers:
-        return 0, 0
-    check_models(disk, headers[-1])
-    with ManifestWriter(manifest.path, headers[-1]) as writer, SeenDocuments() as seen:
-        seen.load(manifest.entries(headers[-1]))
-        entries = [replace(entry, time=now) for entry in seen.expired(now)]
-        # First, so that a kill leaves nothing that is called done and is not there.
-        writer.append(entries)
-        freed = give_up(disk, headers[-1], entries, "evict")
-    return len(entries), freed
+    num_documents = freed = 0
+    for header in manifest.circumstances():
+        _check_store(disk, header)
+        check_models(disk, header)
+        with SeenDocuments() as seen:
+            seen.load(manifest.history(header))
+            entries = [replace(entry, time=now) for entry in seen.expired(now)]
+        if not entries:
+            continue
+        with ManifestWriter(manifest.path, header) as writer:
+            # First, so that a kill leaves nothing that is called done and is not there.
+            writer.append(entries)
+            num_documents += len(entries)
+            freed += give_up(disk, header, entries, "evict")
+    return num_documents, freed
+
+
+def _check_store(disk: DiskTier, header: Mapping[str, Any]) -> None:
+    """Refuse to write documents off that are in another store."""
+    named = Path(header.get("store") or "")
+    if not named.is_absolute() or not named.is_dir():
+        return  # A server's, or one that was moved.
+    if named.resolve() != disk.directory.resolve():
+        raise ConfigError(
+            f"the manifest is of the store in {named}, and this is {disk.directory}: "
+            f"name that one with --store"
+        )
 
 
 def _documents(stored: StoredDocuments, entries: Iterable[Entry]) -> list[Document]:

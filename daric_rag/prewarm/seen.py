@@ -14,9 +14,11 @@ __all__ = ["Known", "SeenDocuments"]
 
 _SCHEMA: Final = """
 CREATE TABLE documents (
-    hash BLOB PRIMARY KEY, id BLOB, document TEXT, expires REAL, seen INTEGER
+    hash BLOB PRIMARY KEY, id BLOB, document TEXT, expires REAL, place BLOB,
+    seen INTEGER, doubted INTEGER
 ) WITHOUT ROWID;
 CREATE INDEX by_id ON documents (id);
+CREATE INDEX by_place ON documents (place);
 CREATE TABLE refused (id BLOB PRIMARY KEY, why TEXT) WITHOUT ROWID;
 """
 
@@ -46,26 +48,40 @@ class SeenDocuments:
         # Nothing has to outlive this process: no transaction ever ends.
         self._database.execute("BEGIN")
 
-    def load(self, entries: Iterable[Entry]) -> None:
-        """Take over what earlier runs did; a later entry counts more."""
-        for entry in entries:
+    def load(self, history: Iterable[Entry | None]) -> None:
+        """Take over what earlier runs did; a later entry counts more.
+
+        Args:
+            history: See `Manifest.history`.
+        """
+        is_doubted = False
+        for entry in history:
+            if entry is None:
+                # It may have said that one of these is gone.
+                if not is_doubted:
+                    self._database.execute("UPDATE documents SET doubted = 1")
+                is_doubted = True
+                continue
+            is_doubted = False
             self._note(entry)
             if not entry.hash:
                 continue
-            name = bytes.fromhex(entry.hash)
             if entry.is_stored:
-                self._put(name, entry.id, entry.document, entry.expires, seen=False)
+                self._put(entry, seen=False)
             else:
                 # A document that fails now was lost, whatever was said before.
-                self._database.execute("DELETE FROM documents WHERE hash = ?", (name,))
+                self._database.execute(
+                    "DELETE FROM documents WHERE hash = ?", (bytes.fromhex(entry.hash),)
+                )
 
-    def visit(self, name: TextHash, document_id: str) -> Known:
+    def visit(self, name: TextHash, document_id: str, place: str = "") -> Known:
         """Say what is known of a document, and remember that it came."""
         found = self._database.execute(
-            "SELECT seen FROM documents WHERE hash = ?", (name,)
+            "SELECT seen, doubted FROM documents WHERE hash = ?", (name,)
         ).fetchone()
-        if found is None:
-            self._put(name, document_id, "", None, seen=True)
+        if found is None or (found[1] and not found[0]):
+            came = Entry(document_id, "hit", name.hex(), place=place)
+            self._put(came, seen=True)
             return Known.NEW
         self._database.execute("UPDATE documents SET seen = 1 WHERE hash = ?", (name,))
         return Known.REPEATED if found[0] else Known.DONE
@@ -97,10 +113,11 @@ class SeenDocuments:
                 (entry.document, bytes.fromhex(entry.hash)),
             )
 
-    def keep(self, document_id: str) -> None:
-        """A document of this name is in the source and could not be read now."""
+    def keep(self, document_id: str, place: str = "") -> None:
+        """A document of this name, or place, could not be read now and is there."""
         self._database.execute(
-            "UPDATE documents SET seen = 1 WHERE id = ?", (_packed(document_id),)
+            "UPDATE documents SET seen = 1 WHERE id = ? OR (place = ? AND place != ?)",
+            (_packed(document_id), _packed(place), b""),
         )
 
     def stored(self) -> Iterator[Entry]:
@@ -154,26 +171,30 @@ class SeenDocuments:
         self, condition: str, status: Status, *values: float
     ) -> Iterator[Entry]:
         rows = self._database.execute(
-            f"SELECT hash, id, document FROM documents WHERE {condition} ORDER BY id",
+            f"SELECT hash, id, document, place FROM documents WHERE {condition} "
+            f"ORDER BY id",
             values,
         )
-        for name, document_id, document in rows:
+        for name, document_id, document, place in rows:
             yield Entry(
-                document_id.decode(errors="surrogatepass"), status, name.hex(), document
+                _unpacked(document_id),
+                status,
+                name.hex(),
+                document,
+                place=_unpacked(place),
             )
 
-    def _put(
-        self,
-        name: bytes,
-        document_id: str,
-        document: str,
-        expires: float | None,
-        *,
-        seen: bool,
-    ) -> None:
+    def _put(self, entry: Entry, *, seen: bool) -> None:
         self._database.execute(
-            "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?)",
-            (name, _packed(document_id), document, expires, int(seen)),
+            "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, 0)",
+            (
+                bytes.fromhex(entry.hash),
+                _packed(entry.id),
+                entry.document,
+                entry.expires,
+                _packed(entry.place),
+                int(seen),
+            ),
         )
 
 
@@ -191,3 +212,7 @@ def _no_other(condition: str) -> str:
 def _packed(document_id: str) -> bytes:
     # Names of files may hold half a character, which SQLite's text may not.
     return document_id.encode(errors="surrogatepass")
+
+
+def _unpacked(packed: bytes) -> str:
+    return packed.decode(errors="surrogatepass")

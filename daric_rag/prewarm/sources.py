@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from daric_rag.errors import ConfigError
-from daric_rag.prewarm.folders import blocks, files_of, folders_of, size_of
+from daric_rag.prewarm.folders import blocks, files_of, linked_in, size_of
 from daric_rag.prewarm.items import SourceItem
 from daric_rag.prewarm.readers import (
     JSONL_SUFFIXES,
@@ -56,6 +56,7 @@ class PathSource:
         fields: Of JSON Lines records.
         stdin: Read for ``"-"``.
         split: Cuts texts into pieces, which are documents then; see `splitting`.
+        leave_out: Files that are no documents, wherever they lie.
 
     Raises:
         ConfigError: A path does not exist, or what reads such files is missing.
@@ -67,11 +68,14 @@ class PathSource:
         fields: JsonFields | None = None,
         stdin: BinaryIO | None = None,
         split: Split | None = None,
+        leave_out: Iterable[Path] = (),
     ) -> None:
         """Look at the paths, so that a wrong one is told before any work."""
         self._paths = [os.fspath(path) for path in paths]
         self._fields = fields or JsonFields()
         self._stdin, self._split = stdin, split
+        self._left_out = {path.resolve() for path in leave_out}
+        self._empty: set[Path] = set()
         if not self._paths:
             raise ConfigError("no source is named: give files, folders, or - for stdin")
         for path in self._paths:
@@ -79,7 +83,6 @@ class PathSource:
                 raise ConfigError("standard input cannot be read here: name a file")
             if path != "-" and not Path(path).exists():
                 raise ConfigError(f"{path} does not exist: name a file or a folder")
-        self._empty_folders: set[str] = set()
         self._num_bytes, suffixes = 0, set()
         for file in self._files():
             suffixes.add(file.suffix.lower())
@@ -97,23 +100,28 @@ class PathSource:
         """Bytes of all files, as they were at first; None with standard input."""
         return None if "-" in self._paths else self._num_bytes
 
-    def may_hide(self, document_id: str) -> bool:
-        """Whether a document may be in a folder that the last reading found empty.
+    def emptied(self, place: str) -> str:
+        """Return where a document was, if the last reading found nothing at all there.
 
-        As one does whose disk is not mounted.
+        A disk that is not mounted looks like that, and a file that is being written.
+
+        Args:
+            place: A document's.
+
+        Returns:
+            A folder or file that is empty, or "".
         """
-        if any(_is_in(document_id, folder) for folder in self._empty_folders):
-            return True
-        # Documents may have names of their own, which do not tell where they are.
-        others = (path for path in self._paths if path not in self._empty_folders)
-        is_any_path_empty = not self._empty_folders.isdisjoint(self._paths)
-        return is_any_path_empty and not any(_is_in(document_id, o) for o in others)
+        if not (place and self._empty):
+            return ""
+        path = Path(place)
+        found = (one for one in (path, *path.parents) if one in self._empty)
+        return str(next(found, ""))
 
-    def linked_folders(self) -> set[Path]:
-        """Return what links to folders lead to, resolved."""
-        roots = [Path(path) for path in self._paths if Path(path).is_dir()]
-        folders = (Path(folder) for root in roots for folder, _ in folders_of(root))
-        return {folder.resolve() for folder in folders if folder.is_symlink()}
+    def linked(self) -> set[Path]:
+        """Return what links lead to, files and folders, links followed."""
+        roots = [Path(path) for path in self._paths if path != "-"]
+        named = {root.resolve() for root in roots if root.is_symlink()}
+        return named.union(*map(linked_in, roots))
 
     def __iter__(self) -> Iterator[SourceItem]:
         """Yield every document, or why it cannot be read."""
@@ -122,7 +130,7 @@ class PathSource:
         return split_items(self._read_all(), self._split)
 
     def _read_all(self) -> Iterator[SourceItem]:
-        self._empty_folders.clear()
+        self._empty.clear()
         for path in self._paths:
             if path == "-":
                 assert self._stdin is not None
@@ -130,14 +138,16 @@ class PathSource:
                 continue
             unread: list[OSError] = []
             is_empty = Path(path).is_dir()
-            for file in files_of(path, unread.append, self._empty_folders.add):
+            for file in files_of(path, unread.append, self._found_empty):
+                if self._left_out and file.resolve() in self._left_out:
+                    continue
                 is_empty = False
                 if file != Path(path) and blocks(file):
                     yield SourceItem(str(file), error="is no regular file")
                 else:
                     yield from self._read(file)
             if is_empty:
-                self._empty_folders.add(path)
+                self._found_empty(Path(path))
             for error in unread:
                 yield _unread_item(str(error.filename), error)
 
@@ -146,24 +156,37 @@ class PathSource:
             if path != "-":
                 yield from files_of(path)
 
+    def _found_empty(self, path: Path) -> None:
+        self._empty.add(path.resolve())
+
     def _read(self, file: Path) -> Iterator[SourceItem]:
+        num_bytes = size_of(file)
+        if not num_bytes:
+            self._found_empty(file)
+        place = str(file.resolve())
         if file.suffix.lower() in JSONL_SUFFIXES:
             try:
                 with file.open("rb") as lines:
-                    yield from read_json_lines(lines, str(file), self._fields)
+                    yield from read_json_lines(lines, str(file), self._fields, place)
             except OSError as error:
                 yield _unread_item(str(file), error)
             return
-        num_bytes = size_of(file)
         try:
             document = {"text": read_text(file), "source": str(file)}
-            yield SourceItem(str(file), document, source_bytes=num_bytes)
+            yield SourceItem(str(file), document, source_bytes=num_bytes, place=place)
         except UnreadableError as error:
-            yield SourceItem(str(file), error=str(error), source_bytes=num_bytes)
+            yield SourceItem(
+                str(file),
+                error=str(error),
+                source_bytes=num_bytes,
+                place=place,
+                # What it was called, and held, when it could be read is not known.
+                hides_others=isinstance(error.__cause__, OSError),
+            )
 
 
 def read_json_lines(
-    lines: BinaryIO, name: str, fields: JsonFields
+    lines: BinaryIO, name: str, fields: JsonFields, in_file: str = ""
 ) -> Iterator[SourceItem]:
     """Yield the documents of a JSON Lines stream; empty lines are left out.
 
@@ -173,32 +196,33 @@ def read_json_lines(
     number = 0
     while line := lines.readline(MAX_DOCUMENT_BYTES + 1):
         number += 1
-        place = f"{name}:{number}"
+        called = f"{name}:{number}"
         num_bytes = len(line)
         if num_bytes > MAX_DOCUMENT_BYTES:
             while line and not line.endswith(b"\n"):
                 line = lines.readline(MAX_DOCUMENT_BYTES)
                 num_bytes += len(line)
             error = f"is longer than {MAX_DOCUMENT_BYTES >> 20} MiB: split it"
-            yield SourceItem(place, None, error, num_bytes, hides_others=True)
+            yield SourceItem(called, None, error, num_bytes, hides_others=True)
         elif line.strip():
-            yield _record_item(line, place, fields)
+            item = _record_item(line, called, fields)
+            yield item if item.error else replace(item, place=in_file)
 
 
-def _record_item(line: bytes, place: str, fields: JsonFields) -> SourceItem:
+def _record_item(line: bytes, called: str, fields: JsonFields) -> SourceItem:
     num_bytes = len(line)
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         why = f"is no JSON ({' '.join(str(error).split())})"
         # What it was called before it was damaged cannot be told.
-        return SourceItem(place, None, why, num_bytes, hides_others=True)
+        return SourceItem(called, None, why, num_bytes, hides_others=True)
     is_record = isinstance(record, dict)
     own = record.get(fields.id) if is_record and fields.id is not None else None
-    name = str(own) if isinstance(own, str | int) and own != "" else place
+    name = str(own) if isinstance(own, str | int) and own != "" else called
     if not is_record or not isinstance(record.get(fields.text), str):
         why = f"has no text in the field {fields.text!r}: see --text-field"
-        return SourceItem(name, None, why, num_bytes, hides_others=name == place)
+        return SourceItem(name, None, why, num_bytes, hides_others=name == called)
     return SourceItem(name, _document(record, fields), source_bytes=num_bytes)
 
 
@@ -218,9 +242,3 @@ def _unread_item(name: str, error: OSError) -> SourceItem:
     """Return what tells of a file or folder whose documents are called otherwise."""
     reason = error.strerror or str(error)
     return SourceItem(name, error=f"cannot be read ({reason})", hides_others=True)
-
-
-def _is_in(document_id: str, path: str) -> bool:
-    """Whether a document is called by a path, or by one inside it."""
-    start, rest = document_id[: len(path)], document_id[len(path) :]
-    return start == path and (path.endswith("/") or not rest or rest[0] in "/:#")

@@ -99,7 +99,7 @@ def split_items(items: Iterable[SourceItem], split: Split) -> Iterator[SourceIte
             continue
         try:
             pieces = split(item.document["text"])
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # A splitter is foreign code: one document it fails at stops no job.
             why = f"could not be split ({error!r})"
             yield replace(item, document=None, error=why, hides_others=True)
@@ -112,4 +112,5 @@ def split_items(items: Iterable[SourceItem], split: Split) -> Iterator[SourceIte
                 {**item.document, "text": piece},
                 # Once per document, for the estimate of time left.
                 source_bytes=item.source_bytes if number == 1 else 0,
+                place=item.place,
             )

@@ -48,8 +48,11 @@ def note_template(folder: str | os.PathLike[str], template: str, written: str) -
     path = Path(folder, FILE_NAME)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with suppress(OSError):
-        temporary.write_text(json.dumps({"templates": known}), encoding="utf-8")
-        temporary.replace(path)
+        try:
+            temporary.write_text(json.dumps({"templates": known}), encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _read(folder: Path) -> dict[str, Any]:

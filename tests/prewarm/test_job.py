@@ -21,6 +21,7 @@ from daric_rag.prewarm import (
     Shard,
     SourceItem,
     Totals,
+    text_hash,
 )
 from daric_rag.prewarm.seen import SeenDocuments
 from daric_rag.prompt import PromptBuilder
@@ -471,6 +472,53 @@ def test_what_cannot_be_read_now_has_not_vanished(
     run(engine, [SourceItem("a", "A."), SourceItem("b", "B.")], manifest)
     source = [SourceItem("a", "A."), SourceItem("b", error="cannot be read")]
     assert synced(engine, source, manifest)[1] == []
+
+
+def test_what_is_empty_now_loses_nothing(engine: FolderEngine, manifest: Path) -> None:
+    class Source:
+        """The last documents lie where nothing is found in the end."""
+
+        def __init__(self, *indices: int) -> None:
+            self.indices = indices
+
+        def __iter__(self) -> Iterator[SourceItem]:
+            for index in self.indices:
+                place = f"/{'near' if index < 2 else 'far'}/{index}"
+                yield SourceItem(str(index), {"text": TEXTS[index]}, place=place)
+
+        def emptied(self, place: str) -> str:
+            return "/far" if place.startswith("/far") else ""
+
+    given_up: list[str] = []
+
+    def sync(*indices: int) -> JobReport:
+        job = PrewarmJob(engine, Source(*indices), manifest=manifest)
+        job.on_vanished = lambda entries: given_up.extend(e.id for e in entries)
+        return job.run()
+
+    sync(0, 1, 2, 3)
+    report = sync(0)
+    assert given_up == ["1"]
+    assert (report.totals.removed, report.totals.failed) == (1, 1)
+    *_, told, removed = entries(manifest)
+    assert (told.id, told.status, removed.id) == ("/far", "failed", "1")
+    assert "2 documents that were in it are kept" in told.error
+    assert sync(0, 2, 3).totals.known == 3
+
+
+def test_a_shard_that_has_nothing_left_is_no_empty_source(
+    engine: FolderEngine, manifest: Path
+) -> None:
+    shard = Shard.parse("1/2")
+    mine = [text for text in TEXTS if shard.holds(text_hash(text))]
+    others = [text for text in TEXTS if text not in mine]
+    run(engine, TEXTS, manifest, shard=shard)
+    given_up: list[Entry] = []
+    options = JobOptions(shard=shard)
+    job = PrewarmJob(engine, others, manifest=manifest, options=options)
+    job.on_vanished = given_up.extend
+    assert job.run().stopped == ""
+    assert len(given_up) == len(mine) > 0
 
 
 def test_an_empty_source_does_not_empty_the_store(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 
 from daric_rag.errors import ConfigError, StoreError
 from daric_rag.prewarm import Entry, Manifest
-from daric_rag.prewarm.manifest import header_of
+from daric_rag.prewarm.manifest import encoded, header_of
 from daric_rag.prewarm.manifest_writer import ManifestWriter
+from daric_rag.prewarm.seen import Known, SeenDocuments
+from daric_rag.prewarm.sharding import TextHash
 
 HEADER = header_of({"model": "m", "namespace": "default"}, template="t")
 OTHER = header_of({"model": "n", "namespace": "default"}, template="t")
@@ -83,11 +86,95 @@ def test_a_damaged_byte_costs_one_line_at_most(
     position = header_len + position % (len(content) - header_len)
     if content[position] == ord("\n"):
         return
-    content[position] = byte
+    is_changed, content[position] = content[position] != byte, byte
     path.write_bytes(content)
     manifest = Manifest(path)
-    same = [e for e in manifest.entries(HEADER) if e in ENTRIES]
-    assert len(same) >= len(ENTRIES) - 1
+    if not is_changed:
+        assert list(manifest.history(HEADER)) == ENTRIES
+        return
+    # A newline makes two of it.
+    pieces = 1 + (byte == ord("\n"))
+    number = content[header_len:position].count(b"\n")
+    hit = content.splitlines()[1 + number : 1 + number + pieces]
+    is_document = all(b'"type": "document"' in piece for piece in hit)
+    behind = ENTRIES[number + 1 :] if is_document else []
+    expected = [*ENTRIES[:number], *[None] * pieces, *behind]
+    assert list(manifest.history(HEADER)) == expected
+    assert manifest.num_damaged == pieces
+
+
+def test_a_damaged_header_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    write(path, HEADER, ENTRIES[:2])
+    write(path, OTHER, ENTRIES[2:])
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[3] = lines[3].replace(b'"n"', b'"o"')
+    path.write_bytes(b"".join(lines))
+    assert list(Manifest(path).entries(HEADER)) == ENTRIES[:2]
+    assert list(Manifest(path).entries(OTHER)) == []
+    write(path, HEADER, ENTRIES[:1])
+    assert list(Manifest(path).entries(HEADER)) == [*ENTRIES[:2], ENTRIES[0]]
+
+
+def test_what_a_damaged_line_may_have_said_is_looked_up_again() -> None:
+    first, second, third = ENTRIES[:3]
+    with SeenDocuments() as seen:
+        seen.load([first, None, second])
+        names = [bytes.fromhex(entry.hash) for entry in (first, second, third)]
+        found = [seen.visit(TextHash(name), "x") for name in names]
+        assert found == [Known.NEW, Known.DONE, Known.NEW]
+        assert seen.visit(TextHash(names[0]), "x") is Known.REPEATED
+    with SeenDocuments() as seen:
+        seen.load([first, None])
+        # It may still be given up.
+        assert [entry.id for entry in seen.vanished()] == [first.id]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"fingerprints": 5},
+        {"fingerprints": ["zz"]},
+        {"fingerprints": [5]},
+        {"sources": 5},
+        {"sources": [None]},
+        {"model": 5},
+        {"version": 1},
+    ],
+)
+def test_headers_that_say_nothing_are_damaged(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    path = tmp_path / "m.jsonl"
+    write(path, HEADER, ENTRIES[:1])
+    with path.open("ab") as file:
+        file.write(encoded({**HEADER, **wrong}))
+    manifest = Manifest(path)
+    assert manifest.headers() == [HEADER]
+    assert manifest.num_damaged == 1
+
+
+def test_another_version_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(json.dumps({**HEADER, "version": 1}) + "\n")
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="another version of daric_rag: name"):
+        ManifestWriter(path, HEADER)
+    assert path.read_bytes() == before
+
+
+def test_a_manifest_is_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(ConfigError, match="is no file"):
+            ManifestWriter(path, HEADER)
+
+
+def encoded_anyway(line: Any) -> bytes:
+    """Return a line whose checksum is right, if it can have one."""
+    if isinstance(line, dict) and line.get("expires") != float("inf"):
+        return encoded(line)
+    return json.dumps(line).encode() + b"\n"
 
 
 @pytest.mark.parametrize(
@@ -108,8 +195,8 @@ def test_a_damaged_byte_costs_one_line_at_most(
 def test_lines_that_say_nothing_are_counted(tmp_path: Path, line: Any) -> None:
     path = tmp_path / "m.jsonl"
     write(path, HEADER, ENTRIES[:1])
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    with path.open("ab") as file:
+        file.write(encoded_anyway(line))
     manifest = Manifest(path)
     assert list(manifest.entries(HEADER)) == ENTRIES[:1]
     assert manifest.num_damaged == 1

@@ -291,35 +291,81 @@ def test_what_is_no_source_is_refused(source: Any) -> None:
 # ------------------------------------------------------------- what may not be mounted
 
 
-def test_what_an_empty_folder_had_may_be_hidden(tmp_path: Path) -> None:
-    for name in ("a", "ab", "c"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "x.txt").write_text(name)
-    paths = [str(tmp_path / name) for name in ("a", "ab", "c")]
-    source = PathSource(paths)
-    ids = [item.id for item in source]
-    assert not any(map(source.may_hide, [*ids, "named otherwise"]))
-    (tmp_path / "ab" / "x.txt").unlink()
-    list(source)
-    assert [source.may_hide(one) for one in ids] == [False, True, False]
-    # It may have been in any of them.
-    assert source.may_hide("named otherwise")
-    (tmp_path / "ab" / "y.txt").write_text("back")
-    list(source)
-    assert not source.may_hide(ids[1])
+def places(source: PathSource) -> dict[str, str]:
+    return {item.id: item.place for item in source}
 
 
-def test_what_a_link_led_to_may_be_hidden(tmp_path: Path) -> None:
-    mount, corpus = tmp_path / "mount", tmp_path / "corpus"
-    for folder in (mount, corpus):
+def test_documents_know_their_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "id": "own"}\n{"text": "two"}\n')
+    (tmp_path / "b.txt").write_text("three")
+    (tmp_path / "c.txt").symlink_to(tmp_path / "b.txt")
+    a, b = str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")
+    expected = {"own": a, f"{a}:2": a, b: b, str(tmp_path / "c.txt"): b}
+    assert places(PathSource([str(tmp_path)])) == expected
+    pieces = PathSource([str(tmp_path)], split=lambda text: [text, "more"])
+    assert set(places(pieces).values()) == {a, b}
+
+
+@pytest.mark.parametrize("kind", ["named", "inside", "linked", "file", "lines"])
+def test_where_there_is_nothing_any_more_is_known(tmp_path: Path, kind: str) -> None:
+    corpus, other = tmp_path / "corpus", tmp_path / "other"
+    for folder in (corpus, other, corpus / "sub"):
         folder.mkdir()
-    (mount / "x.txt").write_text("far")
-    (corpus / "y.txt").write_text("near")
-    (corpus / "far").symlink_to(mount)
-    source = PathSource([str(corpus)])
-    assert source.linked_folders() == {mount}
-    far, near = sorted(item.id for item in source)
-    assert far == str(corpus / "far" / "x.txt")
-    (mount / "x.txt").unlink()
+    (corpus / "stays.txt").write_text("near")
+    (corpus / "sub" / "more.txt").write_text("near, too")
+    lost, sources = other / "lost.txt", [str(corpus), str(other)]
+    if kind == "inside":
+        lost = corpus / "sub" / "more.txt"
+    elif kind == "linked":
+        (corpus / "far").symlink_to(other)
+        sources = [str(corpus)]
+    elif kind == "lines":
+        lost = other / "lost.jsonl"
+    lost.write_text('{"text": "far", "id": "own"}\n')
+    source = PathSource(sources)
+    before = places(source)
+    assert [source.emptied(place) for place in before.values()] == [""] * len(before)
+    if kind in ("file", "lines"):
+        lost.write_text("")
+    else:
+        lost.unlink()
     list(source)
-    assert (source.may_hide(far), source.may_hide(near)) == (True, False)
+    gone = str(lost if kind in ("file", "lines") else lost.parent)
+    found = {place: source.emptied(place) for place in before.values()}
+    assert found.pop(str(lost)) == gone
+    assert set(found.values()) == {""}
+    lost.write_text("back")
+    list(source)
+    assert source.emptied(str(lost)) == ""
+    assert source.emptied("") == ""
+
+
+def test_what_cannot_be_read_hides_others_where_the_machine_is_at_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_bytes(b"\xff" if name == "a.txt" else b"words")
+    opened = Path.open
+
+    def failing(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name == "b.txt":
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", failing)
+    found = {Path(i.id).name: i.hides_others for i in PathSource([str(tmp_path)])}
+    assert found == {"a.txt": False, "b.txt": True}
+
+
+def test_links_are_known_and_what_is_left_out_is(tmp_path: Path) -> None:
+    corpus, other = tmp_path / "corpus", tmp_path / "other"
+    for folder in (corpus, other):
+        folder.mkdir()
+        (folder / "a.txt").write_text("words")
+    (corpus / "far").symlink_to(other)
+    (corpus / "b.txt").symlink_to(other / "a.txt")
+    source = PathSource([str(corpus)], leave_out=[corpus / "far" / "a.txt"])
+    assert source.linked() == {other, other / "a.txt"}
+    assert [item.id for item in source] == [str(corpus / "a.txt")]
+    (tmp_path / "named").symlink_to(corpus)
+    assert corpus in PathSource([str(tmp_path / "named")]).linked()

@@ -82,7 +82,7 @@ def test_an_audit_finds_what_is_not_whole(
     assert other == []
 
 
-def test_an_audit_is_of_one_tenant_and_one_model(
+def test_an_audit_is_of_all_tenants_and_one_model(
     engine: DiskEngine, manifest: Manifest
 ) -> None:
     run(engine, manifest, TEXTS[:1], identity={"namespace": "other"})
@@ -90,8 +90,33 @@ def test_an_audit_is_of_one_tenant_and_one_model(
     run(engine, manifest, TEXTS[:2], identity={"fingerprints": ["00" * 32]})
     assert len(audit(manifest, engine.disk).missing) == 2
     run(engine, manifest, TEXTS[:3])
-    assert audit(manifest, engine.disk).num_documents == 3
-    assert audit(manifest, engine.disk).is_good
+    found = audit(manifest, engine.disk)
+    # This engine has no tenants: the other one's document is not there.
+    assert (found.num_documents, len(found.missing), len(found.damaged)) == (4, 1, 0)
+
+
+def test_nothing_is_written_off_that_is_in_another_store(
+    engine: DiskEngine, manifest: Manifest, tmp_path: Path
+) -> None:
+    store = {"store": str(engine.disk.directory)}
+    run(engine, manifest, TEXTS[:2], lifetime_s=1, identity=store)
+    before = manifest.path.read_bytes()
+    with (
+        closing(DiskEngine(tmp_path / "other")) as other,
+        pytest.raises(ConfigError, match="name that one with --store"),
+    ):
+        expire(other.disk, manifest, now=1e12)
+    assert manifest.path.read_bytes() == before
+    assert expire(engine.disk, manifest, now=1e12)[0] == 2
+
+
+def test_every_tenants_documents_go_when_their_time_is_over(
+    engine: DiskEngine, manifest: Manifest
+) -> None:
+    run(engine, manifest, TEXTS[:2], lifetime_s=1, identity={"namespace": "other"})
+    run(engine, manifest, TEXTS[2:3], lifetime_s=1)
+    assert expire(engine.disk, manifest, now=1e12)[0] == 3
+    assert expire(engine.disk, manifest, now=1e12)[0] == 0
 
 
 @pytest.mark.parametrize(("how", "left"), [("evict", 4), ("unpin", 6)])
