@@ -34,8 +34,9 @@ prewarm_app = typer.Typer(
     cls=_RunByDefault,
     no_args_is_help=True,
     help="Compute and store documents ahead of the prompts that will hold them.\n\n"
-    "`daric prewarm SOURCE...` is `daric prewarm run SOURCE...`.\n\n"
-    "Exit codes of a run: 0, all is stored; 1, it could not run; 2, wrong usage; 3, "
+    "`daric prewarm SOURCE...` is `daric prewarm run SOURCE...`, whose --help lists "
+    "the options.\n\n"
+    "Exit codes of a run: 0, all is stored; 1, it could not run; 2, no such option; 3, "
     "some documents failed, and the manifest says why; 4, the store has no more "
     "room or cannot write; 130, interrupted and ready to go on. Interrupt twice to "
     "stop at once.",
@@ -170,8 +171,8 @@ def run(
         verbose=verbose,
     )
     if dry_run:
-        dry_run_of(settings, as_json=as_json)
-        return
+        num_refused = dry_run_of(settings, as_json=as_json)
+        raise typer.Exit(3 if num_refused else 0)
     run_again = watch_and_run if watch else run_job
     report = run_again(settings, as_json=as_json)
     code = exit_code_of(report)
@@ -190,8 +191,6 @@ def verify(
 
     `daric prewarm run --again` computes what is missing.
     """
-    from dataclasses import asdict
-
     from daric_rag.evaluation.terminal import progress_bar
     from daric_rag.prewarm.audit import audit
 
@@ -208,8 +207,8 @@ def verify(
                 "num_records": found.records.num_records,
                 "nbytes": found.records.nbytes,
                 "num_damaged_lines": found.num_damaged_lines,
-                "missing": [asdict(entry) for entry in found.missing],
-                "damaged": [asdict(entry) for entry in found.damaged],
+                "missing": [_named(entry) for entry in found.missing],
+                "damaged": [_named(entry) for entry in found.damaged],
             }
         )
     else:
@@ -244,6 +243,11 @@ def expire(
         print_json({"num_documents": num_documents, "freed_bytes": freed})
     else:
         typer.echo(f"{num_documents} documents, {human_bytes(freed)} freed")
+
+
+def _named(entry: Any) -> dict[str, str]:
+    names = ("id", "hash", "document", "place")
+    return {name: getattr(entry, name) for name in names}
 
 
 def _existing(path: Path) -> Any:

@@ -32,6 +32,7 @@ __all__ = [
     "opened_engine",
     "run_job",
     "run_on",
+    "tell_ignored",
 ]
 
 _FAILED, _NO_ROOM = 3, 4
@@ -51,6 +52,7 @@ def run_job(settings: Settings, *, as_json: bool) -> JobReport:
     """Run a job once, and tell how it ended."""
     stop = Stop()
     source = settings.source(stop.stdin)
+    tell_ignored(source)
     with stop.takes_signals():
         with opened_engine(settings, settings.store, as_json=as_json) as engine:
             outcome = run_on(engine, settings, source, stop)
@@ -74,8 +76,12 @@ class Outcome:
             typer.echo("\n".join(self.lines))
 
 
-def dry_run_of(settings: Settings, *, as_json: bool) -> None:
-    """Tell what a job would take; the store is looked at and not changed."""
+def dry_run_of(settings: Settings, *, as_json: bool) -> int:
+    """Tell what a job would take; the store is looked at and not changed.
+
+    Returns:
+        How many documents could not be stored.
+    """
     from daric_rag.evaluation.prewarm_view import plan_json, plan_lines
     from daric_rag.evaluation.terminal import progress_bar
     from daric_rag.prewarm import Shard
@@ -83,6 +89,7 @@ def dry_run_of(settings: Settings, *, as_json: bool) -> None:
     from daric_rag.prompt import PromptBuilder
 
     source = settings.source()
+    tell_ignored(source)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="daric-"))
         engine = stack.enter_context(opened_engine(settings, folder, as_json=as_json))
@@ -105,6 +112,7 @@ def dry_run_of(settings: Settings, *, as_json: bool) -> None:
         print_json(plan_json(plan, measured, room))
     else:
         typer.echo("\n".join(plan_lines(plan, measured, room)))
+    return plan.num_refused
 
 
 def run_on(
@@ -164,12 +172,25 @@ def run_on(
     if settings.pin:
         _pin(settings, job.header)
     elapsed = time.monotonic() - start
+    limit = settings.limit_bytes if settings.url is None else None
     named = {"template": job.template, "manifest": str(settings.manifest)}
     lines = [
-        *report_lines(report, elapsed),
+        *report_lines(report, elapsed, limit),
         f"document template {job.template[:12]}, manifest {settings.manifest}",
     ]
     return Outcome(report, lines, report_json(report, elapsed, **named))
+
+
+def tell_ignored(source: PathSource) -> None:
+    """Say which files of folders are no documents, so that nobody misses them later."""
+    kinds = sorted(source.num_ignored.items())
+    if kinds:
+        named = ", ".join(f"{number} {kind or 'without'}" for kind, number in kinds)
+        notice(
+            "ignored",
+            f"files of other suffixes are left out: {named}; name one itself to read "
+            f"it as text",
+        )
 
 
 @contextmanager

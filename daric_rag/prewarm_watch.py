@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from daric_rag.errors import ConfigError, DaricError, EngineError
 from daric_rag.prewarm_notices import notice
-from daric_rag.prewarm_run import Outcome, opened_engine, run_on
+from daric_rag.prewarm_run import Outcome, opened_engine, run_on, tell_ignored
 from daric_rag.prewarm_settings import Settings
 from daric_rag.prewarm_signals import Stop
 
@@ -33,6 +33,7 @@ def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
     """
     if "-" in settings.sources:
         raise ConfigError("standard input cannot be watched: name files or folders")
+    tell_ignored(settings.source())
     stop = Stop()
     with ExitStack() as engines, stop.takes_signals():
         watcher = _Watcher(settings, stop, engines, as_json=as_json)

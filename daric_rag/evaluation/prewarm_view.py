@@ -34,15 +34,16 @@ OnEntry = Callable[[Entry, Totals], None]
 def eta_s(totals: Totals, total_bytes: int | None) -> float | None:
     """Return about how many seconds are left; None while nothing tells.
 
-    As though what is left were like what this run has done, other shards' documents
-    and repetitions among it. What an earlier run did comes first as a rule, goes by at
-    once and tells nothing.
+    As though the unread part were like what was read, other shards' documents and
+    repetitions among it. What an earlier run did comes first as a rule, goes by at once
+    and tells nothing.
     """
-    done_bytes = totals.source_bytes - totals.known_bytes
-    if not total_bytes or not totals.engine_s or done_bytes <= 0:
+    if not total_bytes or not totals.engine_s or not totals.engine_bytes:
         return None
-    left_bytes = max(total_bytes - totals.source_bytes, 0)
-    return totals.engine_s * left_bytes / done_bytes
+    taken = totals.engine_bytes + totals.waiting_bytes
+    read = totals.source_bytes + totals.waiting_bytes
+    unread = max(total_bytes - read, 0) * taken / (read - totals.known_bytes)
+    return totals.engine_s * (totals.waiting_bytes + unread) / totals.engine_bytes
 
 
 @contextmanager
@@ -127,18 +128,26 @@ def report_json(report: JobReport, elapsed_s: float, **more: Any) -> dict[str, A
     }
 
 
-def report_lines(report: JobReport, elapsed_s: float) -> list[str]:
-    """Return a report for people."""
+def report_lines(
+    report: JobReport, elapsed_s: float, limit_bytes: int | None = None
+) -> list[str]:
+    """Return a report for people.
+
+    Args:
+        report: Of a job.
+        elapsed_s: That it took.
+        limit_bytes: What the store may hold.
+    """
     totals = report.totals
     rate = totals.computed_tokens / elapsed_s if elapsed_s > 0 else 0.0
     lines = [
         f"{totals.computed} documents computed ({totals.computed_tokens} tokens, "
         f"{human_bytes(totals.nbytes)}, {rate:,.0f} tokens/s)",
-        f"{totals.hit + totals.known} were stored, {totals.repeated} came again, "
-        f"{totals.skipped} empty, {totals.failed} failed",
+        f"{totals.hit + totals.known} were stored before, "
+        f"{totals.repeated} came again, {totals.skipped} empty, {totals.failed} failed",
     ]
     if totals.others:
-        lines.append(f"{totals.others} are other shards'")
+        lines.append(f"{totals.others} belong to other shards")
     if report.num_damaged_lines:
         lines.append(
             f"the manifest had damaged lines ({report.num_damaged_lines}): what they "
@@ -147,9 +156,10 @@ def report_lines(report: JobReport, elapsed_s: float) -> list[str]:
     if totals.removed:
         lines.append(f"{totals.removed} vanished ones given up")
     if report.stopped == "budget":
+        budget = "" if limit_bytes is None else f" of {human_bytes(limit_bytes)}"
         lines.append(
-            "stopped: the next documents would make the store evict what it holds; "
-            "raise --budget or evict some, and run again"
+            f"stopped: the next documents would not fit in the budget{budget}; raise "
+            f"--budget or evict some, and run again"
         )
     elif report.stopped == "store":
         lines.append(

@@ -33,10 +33,15 @@ def files_of(
     path: str,
     on_error: Callable[[OSError], None] = lambda _: None,
     on_empty: Callable[[Path], None] = lambda _: None,
+    on_other: Callable[[Path], None] = lambda _: None,
 ) -> Iterator[Path]:
     """Yield a file itself, or a folder's files.
 
-    What cannot be looked into is told, and folders with nothing in them.
+    Args:
+        path: Of the file or folder.
+        on_error: Called where something cannot be looked into.
+        on_empty: Called with folders that have nothing in them.
+        on_other: Called with files whose suffix is none of `SUFFIXES`.
     """
     root = Path(path)
     if (failure := _failure(root)) is not None:
@@ -57,6 +62,7 @@ def files_of(
                     on_error(failure)
                     continue
             if file.suffix.lower() not in SUFFIXES:
+                on_other(file)
                 continue
             # A job's own record may lie beside the documents.
             if blocks(file) or not is_manifest(file):

@@ -111,6 +111,7 @@ class JobRun:
 
     def take(self, document: NewDocument) -> bool:
         """Take a document in; returns whether the store has room for it."""
+        self.totals.waiting_bytes += document.source_bytes
         batches = self._packer.add(document, len(document.part.text))
         return all(self._submit(batch) for batch in batches)
 
@@ -238,6 +239,8 @@ class JobRun:
             self._writer.append([e for e in entries if not self._is_told(e)])
         settled_bytes, self._settled_bytes = self._settled_bytes, 0
         self.totals.source_bytes += settled_bytes
+        self.totals.engine_bytes += settled_bytes
+        self.totals.waiting_bytes -= settled_bytes
         if self._begun_s is not None:
             self.totals.engine_s = self._committed_s - self._begun_s
         for entry in entries:

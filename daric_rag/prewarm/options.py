@@ -44,7 +44,7 @@ class JobOptions:
     batch_tokens: int = 8_192
     batch_documents: int = 256
     max_in_flight: int = 2
-    commit_interval_s: float = 10.0
+    commit_interval_s: float = 3.0
     budget_bytes: int | None = None
     lifetime_s: float | None = None
     again: bool = False
@@ -84,8 +84,10 @@ class Totals:
         computed_tokens: Of the computed documents.
         hit_tokens: Of the hit ones.
         nbytes: Of the computed ones, on disk, as far as can be told.
-        source_bytes: Of the source, whatever became of it.
+        source_bytes: Of the source, of all documents that something has become of.
         known_bytes: Of those, of the known ones.
+        engine_bytes: Of those, of the ones that the engine has worked on.
+        waiting_bytes: Of the source, read and waiting for the engine.
         engine_s: Seconds since the engine got its first batch.
     """
 
@@ -102,6 +104,8 @@ class Totals:
     nbytes: int = 0
     source_bytes: int = 0
     known_bytes: int = 0
+    engine_bytes: int = 0
+    waiting_bytes: int = 0
     engine_s: float = field(default=0.0, compare=False)
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,6 +59,9 @@ class PathSource:
         split: Cuts texts into pieces, which are documents then; see `splitting`.
         leave_out: Files that are no documents, wherever they lie.
 
+    Attributes:
+        num_ignored: Files in folders whose suffix is none of `SUFFIXES`, by suffix.
+
     Raises:
         ConfigError: A path does not exist, or what reads such files is missing.
     """
@@ -83,10 +87,14 @@ class PathSource:
                 raise ConfigError("standard input cannot be read here: name a file")
             if path != "-" and not Path(path).exists():
                 raise ConfigError(f"{path} does not exist: name a file or a folder")
+        self.num_ignored: Counter[str] = Counter()
         self._num_bytes, suffixes = 0, set()
-        for file in self._files():
-            suffixes.add(file.suffix.lower())
-            self._num_bytes += size_of(file)
+        for path in self._paths:
+            if path == "-":
+                continue
+            for file in files_of(path, on_other=self._ignore):
+                suffixes.add(file.suffix.lower())
+                self._num_bytes += size_of(file)
         check_readers(suffixes)
 
     @property
@@ -151,10 +159,8 @@ class PathSource:
             for error in unread:
                 yield _unread_item(str(error.filename), error)
 
-    def _files(self) -> Iterator[Path]:
-        for path in self._paths:
-            if path != "-":
-                yield from files_of(path)
+    def _ignore(self, file: Path) -> None:
+        self.num_ignored[file.suffix.lower()] += 1
 
     def _found_empty(self, path: Path) -> None:
         self._empty.add(path.resolve())
@@ -221,7 +227,8 @@ def _record_item(line: bytes, called: str, fields: JsonFields) -> SourceItem:
     own = record.get(fields.id) if is_record and fields.id is not None else None
     name = str(own) if isinstance(own, str | int) and own != "" else called
     if not is_record or not isinstance(record.get(fields.text), str):
-        why = f"has no text in the field {fields.text!r}: see --text-field"
+        where = "" if name == called else f"{called} "
+        why = f"{where}has no text in the field {fields.text!r}: see --text-field"
         return SourceItem(name, None, why, num_bytes, hides_others=name == called)
     return SourceItem(name, _document(record, fields), source_bytes=num_bytes)
 

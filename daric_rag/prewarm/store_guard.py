@@ -37,12 +37,13 @@ class StoreGuard:
             )
         self._stats, self._budget = stats, budget_bytes
         self._held_bytes = self._limit_bytes = self._num_lost = 0
+        self._written_bytes = 0
         self._promised_tokens = 0
         self._num_failed = self._num_failing = 0
         self._has_failed = False
         self.look(0)
         self._has_failed = False
-        self._start_bytes, self._known_lost = self._held_bytes, self._num_lost
+        self._start_bytes, self._known_lost = self._written_bytes, self._num_lost
         self._num_tokens = 0
         self._bytes_per_token = 0.0
 
@@ -72,7 +73,7 @@ class StoreGuard:
         self._num_lost = num_failed + tier.evicted + dropped
         self._has_failed |= num_failed > self._num_failed
         self._num_failed = num_failed
-        self._held_bytes = tier.nbytes
+        self._held_bytes, self._written_bytes = tier.nbytes, tier.written_bytes
         self._limit_bytes = min(
             self._budget or tier.capacity_bytes, tier.capacity_bytes
         )
@@ -97,13 +98,14 @@ class StoreGuard:
 
         Args:
             num_tokens: Of documents that were computed.
-            all_told: Whether nothing else is under way, so that what the store grew
-                by is theirs.
+            all_told: Whether nothing else is under way, so that what was written is
+                theirs.
         """
         self._num_tokens += num_tokens
         if self._num_tokens and all_told:
-            grown = self._held_bytes - self._start_bytes
-            self._bytes_per_token = max(grown, 0) / self._num_tokens
+            # Not what the store grew by: others may write to it, or make room.
+            written_bytes = self._written_bytes - self._start_bytes
+            self._bytes_per_token = written_bytes / self._num_tokens
 
     def took_all(self) -> bool:
         """Whether, since this was last asked, the store kept all it was given."""

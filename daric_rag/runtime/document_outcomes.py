@@ -7,7 +7,7 @@ from typing import Any
 
 from daric_rag.document_text import text_of, title_of
 from daric_rag.engine import Completion, DocumentOutcome, ReuseStats
-from daric_rag.errors import PromptError
+from daric_rag.errors import PromptError, PromptTooLongError
 from daric_rag.keys import document_hash
 from daric_rag.layout import PromptLayout
 from daric_rag.runtime.request_stream import Submission
@@ -36,12 +36,21 @@ def prewarmed_each(
         try:
             text = text_of(index, document)
             submissions[index] = submission_of(text, title_of(document, text))
+        except PromptTooLongError as error:
+            outcomes[index] = DocumentOutcome(None, error=_too_long(error))
         except PromptError as error:
             outcomes[index] = DocumentOutcome(None, error=str(error))
     completions = complete(list(submissions.values()))
     for (index, submission), done in zip(submissions.items(), completions, strict=True):
         outcomes[index] = _outcome(submission.layout, done.reuse)
     return [outcomes[index] for index in range(len(documents))]
+
+
+def _too_long(error: PromptTooLongError) -> str:
+    return (
+        f"the document has {error.prompt_len} tokens and the limit is {error.limit}: "
+        f"split it (a job: --splitter), or start the engine with a larger max_model_len"
+    )
 
 
 def _outcome(layout: PromptLayout, reuse: ReuseStats) -> DocumentOutcome:

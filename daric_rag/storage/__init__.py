@@ -3,6 +3,7 @@
 No torch, no vLLM: a record is a header and bytes.
 """
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -36,6 +37,8 @@ __all__ = [
     "open_store",
     "store_name",
 ]
+
+_logger = logging.getLogger(__name__)
 
 MEMORY = ":memory:"
 
@@ -77,6 +80,14 @@ def open_store(
         # faster than new ones, and others' files stay in the system's cache.
         keeps_pages=not require_disk,
     )
+    if disk.nbytes > disk_bytes:
+        _logger.warning(
+            "the store in %s holds %d bytes and disk_bytes is %d: whatever is saved "
+            "evicts down to that; raise disk_bytes to keep what is there",
+            disk.directory,
+            disk.nbytes,
+            disk_bytes,
+        )
     return TieredStore(host, disk, require_disk=require_disk)
 
 

@@ -74,6 +74,7 @@ class TierStats:
         capacity_bytes: The budget.
         failed_syncs: Records that were stored and may not survive a power cut, as
             their disk could not be synced.
+        written_bytes: Of the records that were stored.
     """
 
     hits: int
@@ -85,6 +86,7 @@ class TierStats:
     nbytes: int
     capacity_bytes: int
     failed_syncs: int = 0
+    written_bytes: int = 0
 
 
 class Tier(Protocol):

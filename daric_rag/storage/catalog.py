@@ -18,7 +18,15 @@ from daric_rag.storage.names import name_of, token_of
 
 __all__ = ["Catalog", "Count", "Uses"]
 
-Count = Literal["hits", "misses", "corrupt", "evicted", "failed_writes", "failed_syncs"]
+Count = Literal[
+    "hits",
+    "misses",
+    "corrupt",
+    "evicted",
+    "failed_writes",
+    "failed_syncs",
+    "written_bytes",
+]
 
 # Keys of which nobody was told that they are gone; beyond it the oldest are forgotten,
 # and whoever asks for such a record meets a miss.

@@ -51,7 +51,7 @@ class HostTier:
         self._evicted_keys: deque[bytes] = deque(maxlen=_MAX_EVICTED)
         self._lock = threading.Lock()
         self._hits = self._misses = self._corrupt = self._evicted = 0
-        self._failed_writes = self._overflow_bytes = 0
+        self._failed_writes = self._overflow_bytes = self._written_bytes = 0
 
     @property
     def capacity_bytes(self) -> int:
@@ -115,7 +115,9 @@ class HostTier:
         """
         check_fits(record, self._capacity_bytes, "host_bytes")
         with self._lock:
-            if not self._hold_record(record):
+            if self._hold_record(record):
+                self._written_bytes += record.record_bytes
+            else:
                 self._failed_writes += 1
                 self._evicted_keys.append(record.key)
 
@@ -178,6 +180,7 @@ class HostTier:
                 num_records=len(self._records),
                 nbytes=self.nbytes,
                 capacity_bytes=self._capacity_bytes,
+                written_bytes=self._written_bytes,
             )
 
     def flush(self) -> None:

@@ -211,6 +211,7 @@ class Saver:
                 )
                 row = self._row(record, header, reservation)
                 if self._ledger.publish(reservation, row):
+                    self._index.catalog.count("written_bytes", nbytes)
                     self._add_unsynced(reservation.filename, record.key)
                     return
             except BaseException as error:

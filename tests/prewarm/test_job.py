@@ -288,6 +288,7 @@ def test_bytes_count_once_a_document_is_settled(
     job = PrewarmJob(engine, items, manifest=manifest, options=options, on_entry=note)
     totals = job.run().totals
     assert (totals.source_bytes, totals.known_bytes) == (80, 20)
+    assert (totals.engine_bytes, totals.waiting_bytes) == (40, 0)
     assert (totals.known, totals.computed) == (2, 4)
     # What was read and is under way is not among them.
     assert seen[0][:2] == (30, 20)
@@ -315,10 +316,13 @@ class Disk:
     engine: FolderEngine
     capacity_bytes: int
     lost: int = 0
+    others_bytes: int = 0
 
     def stats(self) -> StoreStats:
         words = sum(len(text.split()) for text in self.engine.texts)
-        tier = TierStats(0, 0, 0, 0, self.lost, 0, 10 * words, self.capacity_bytes)
+        nbytes = 10 * words + self.others_bytes
+        tier = TierStats(0, 0, 0, 0, self.lost, 0, nbytes, self.capacity_bytes)
+        tier = replace(tier, written_bytes=10 * words)
         return StoreStats(tier, tier, 0, 0, 0, 0, 0, False)
 
 
@@ -349,6 +353,16 @@ def test_a_job_stops_before_it_evicts(
         assert held.nbytes > limit - 350
         more = run(engine, TEXTS, manifest, budget_bytes=budget)
         assert more.stopped == "budget"
+
+
+def test_what_others_write_meanwhile_is_not_ones_own(
+    engine: FolderEngine, manifest: Path
+) -> None:
+    disk = with_disk(engine, 10_000)
+    engine.on_write = lambda: setattr(disk, "others_bytes", disk.others_bytes + 77)
+    report = run(engine, TEXTS, manifest)
+    assert report.totals.nbytes == 10 * report.totals.computed_tokens
+    assert {entry.nbytes for entry in entries(manifest)} == {50}
 
 
 def test_a_store_that_takes_nothing_stops_the_job(

@@ -154,7 +154,7 @@ def test_a_dry_run_counts_and_stores_nothing(corpus: Path) -> None:
     (corpus / "again.txt").write_text("document 0 of some words")
     (corpus / "empty.txt").touch()
     (corpus / "bad.txt").write_bytes(b"\xff")
-    plan = warm(corpus, "--dry-run")
+    plan = warm(corpus, "--dry-run", exit_code=3)
     assert not Path("store").exists()
     assert not Path("prewarm.jsonl").exists()
     assert (plan["num_documents"], plan["num_tokens"]) == (5, 25)
@@ -500,6 +500,73 @@ def test_what_a_job_writes_is_no_change(tmp_path: Path) -> None:
     for changed in (elsewhere / "new.txt", corpus / "a.jsonl", corpus / "gone" / "x"):
         assert is_change(str(changed))
     assert not is_change(str(tmp_path / "other.txt"))
+
+
+def test_files_that_are_no_documents_are_told(corpus: Path) -> None:
+    for name in ("a.png", "b.PNG", "c.docx", "Makefile", ".hidden.png"):
+        (corpus / name).touch()
+    result = invoke(corpus, "--model", "tiny")
+    (line,) = map(json.loads, result.stderr.splitlines())
+    assert line["event"] == "ignored"
+    assert "1 without, 1 .docx, 2 .png" in line["message"]
+    assert len(stored()) == 5
+
+
+def test_a_full_budget_is_named(corpus: Path) -> None:
+    result = invoke(corpus, "--model", "tiny", "--budget", f"{5 * RECORD_BYTES}")
+    assert result.exit_code == 4
+    assert "would not fit in the budget of 1.4 KiB" in result.stdout
+
+
+def test_damaged_lines_are_told(corpus: Path) -> None:
+    warm(corpus)
+    lines = Path("prewarm.jsonl").read_bytes().splitlines(keepends=True)
+    lines[2] = b"rubbish\n"
+    Path("prewarm.jsonl").write_bytes(b"".join(lines))
+    done = warm(corpus)
+    # The store knows what that line, and those before it, were about.
+    assert (done["num_damaged_lines"], done["computed"], done["known"]) == (1, 0, 0)
+    assert done["hit"] == 5
+    lines[3] = b"more\n"
+    Path("prewarm.jsonl").write_bytes(b"".join(lines))
+    assert "damaged lines (2)" in invoke(corpus, "--model", "tiny").stdout
+
+
+SLOW_START = """
+import sys, time
+from daric_rag import cli, prewarm_run
+from tests.prewarm.engines import DiskEngine
+
+def opened(settings, store):
+    sys.stderr.write("opening\\n")
+    for _ in range(10):
+        time.sleep(0.1)
+    return DiskEngine(settings.store_folder())
+
+prewarm_run.open_engine = opened
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_batch_ends_in_order(
+    corpus: Path, start: Any, number: signal.Signals
+) -> None:
+    job = start(corpus, "--model", "tiny", "--json", program=SLOW_START)
+    assert job.stderr.readline() == "opening\n"
+    job.send_signal(number)
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == 130, err
+    assert json.loads(out)["stopped"] == "stopped"
+
+
+def test_a_job_outlives_whoever_reads_its_log(corpus: Path, start: Any) -> None:
+    (corpus / "bad.txt").write_bytes(b"\xff")
+    job = start(corpus, "--model", "tiny", "--json", program=SLOW_START)
+    assert job.stderr.readline() == "opening\n"
+    job.stderr.close()
+    assert json.loads(job.stdout.read())["failed"] == 1
+    assert job.wait(timeout=60) == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

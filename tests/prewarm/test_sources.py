@@ -369,3 +369,21 @@ def test_links_are_known_and_what_is_left_out_is(tmp_path: Path) -> None:
     assert [item.id for item in source] == [str(corpus / "a.txt")]
     (tmp_path / "named").symlink_to(corpus)
     assert corpus in PathSource([str(tmp_path / "named")]).linked()
+
+
+def test_a_record_without_text_says_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": "own"}\n{"title": "t"}\n')
+    own, other = PathSource([str(tmp_path)])
+    place = tmp_path / "a.jsonl"
+    assert (own.id, other.id) == ("own", f"{place}:2")
+    assert own.error.startswith(f"{place}:1 has no text")
+    assert other.error.startswith("has no text")
+
+
+def test_pages_in_no_encoding_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_bytes(b"<p>caf\xe9 \x81\x8d\xff</p>" * 3)
+    (tmp_path / "b.html").write_text("<p>café</p>", encoding="utf-8")
+    found = {Path(item.id).name: item for item in PathSource([str(tmp_path)])}
+    assert found["b.html"].document["text"] == "café"
+    bad = found["a.html"]
+    assert bad.error or "\ufffd" not in bad.document["text"]

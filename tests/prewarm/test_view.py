@@ -17,27 +17,32 @@ TOTALS = replace(Totals(), computed=3, hit=2, known=1, failed=1, computed_tokens
 
 
 @pytest.mark.parametrize(
-    ("settled", "known", "seconds", "left_s"),
+    ("totals", "left_s"),
     [
-        (25, 0, 10, 30),
-        (75, 50, 10, 10),
-        (100, 75, 10, 0),
-        (120, 0, 10, 0),
-        (50, 50, 10, None),
-        (50, 0, 0, None),
+        # A quarter is done, in ten seconds.
+        (Totals(source_bytes=25, engine_bytes=25), 30),
+        # An earlier run had done fifty.
+        (Totals(source_bytes=75, known_bytes=50, engine_bytes=25), 10),
+        # Everything is read, and 75 wait.
+        (Totals(source_bytes=25, engine_bytes=25, waiting_bytes=75), 30),
+        # Of what was read, every second byte is another shard's.
+        (Totals(source_bytes=30, engine_bytes=10, waiting_bytes=10), 10 + 60 * 20 / 40),
+        (Totals(source_bytes=100, engine_bytes=25), 0),
+        (Totals(source_bytes=120, engine_bytes=60), 0),
+        (Totals(source_bytes=50, known_bytes=50), None),
     ],
 )
-def test_the_time_left_follows_from_what_this_run_has_done(
-    settled: int, known: int, seconds: float, left_s: float | None
+def test_the_time_left_follows_from_what_the_engine_has_done(
+    totals: Totals, left_s: float | None
 ) -> None:
-    totals = Totals(source_bytes=settled, known_bytes=known, engine_s=seconds)
-    assert eta_s(totals, 100) == left_s
-    assert eta_s(totals, None) is None
+    assert eta_s(replace(totals, engine_s=10), 100) == left_s
+    assert eta_s(replace(totals, engine_s=10), None) is None
+    assert eta_s(totals, 100) is None
 
 
 def test_a_terminal_has_a_bar_and_the_failures_above_it() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=200)
-    totals = replace(TOTALS, source_bytes=50, engine_s=12.0)
+    totals = replace(TOTALS, source_bytes=50, engine_bytes=50, engine_s=12.0)
     with shown_progress(console, 100) as on_entry:
         on_entry(Entry("[red]a.pdf", "failed", error="is no PDF"), totals)
         on_entry(Entry("b", "computed"), totals)
@@ -53,7 +58,7 @@ def test_elsewhere_lines_of_json_tell_at_times(
 ) -> None:
     clock = [100.0]
     monkeypatch.setattr(prewarm_view.time, "monotonic", lambda: clock[-1])
-    totals = replace(TOTALS, source_bytes=50, engine_s=12.0)
+    totals = replace(TOTALS, source_bytes=50, engine_bytes=50, engine_s=12.0)
     with shown_progress(Console(file=io.StringIO()), 100) as on_entry:
         for now in (105.0, 112.0, 113.0, 123.0):
             clock.append(now)

@@ -184,3 +184,14 @@ def test_the_default_folder_follows_xdg(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert default_store_path().is_relative_to(tmp_path / "home")
+
+
+def test_a_store_that_holds_more_than_it_may_is_told(folder, caplog):
+    with open_store(folder, host_bytes=1 << 20, disk_bytes=1 << 20) as store:
+        for number in range(5):
+            put(store, number)
+    with open_store(folder, host_bytes=1 << 20, disk_bytes=5 * RECORD_BYTES):
+        assert caplog.text == ""
+    with open_store(folder, host_bytes=1 << 20, disk_bytes=2 * RECORD_BYTES) as store:
+        assert "raise disk_bytes to keep what is there" in caplog.text
+        assert len(store.disk.keys()) == 5
