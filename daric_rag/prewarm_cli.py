@@ -251,9 +251,10 @@ def _named(entry: Any) -> dict[str, str]:
 
 
 def _existing(path: Path) -> Any:
-    from daric_rag.prewarm.manifest import Manifest
+    from daric_rag.prewarm.manifest import Manifest, what_else
 
     manifest = Manifest(path)
     if not manifest.headers():
-        raise ConfigError(f"{path} is no manifest: name the file of a job's --manifest")
+        kind = what_else(path) if path.is_file() else "no file: name a job's manifest"
+        raise ConfigError(f"{path} is {kind}")
     return manifest

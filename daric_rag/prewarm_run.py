@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _FAILED, _NO_ROOM = 3, 4
+_MOST_KINDS = 10
 
 
 def exit_code_of(report: JobReport) -> int:
@@ -183,9 +184,11 @@ def run_on(
 
 def tell_ignored(source: PathSource) -> None:
     """Say which files of folders are no documents, so that nobody misses them later."""
-    kinds = sorted(source.num_ignored.items())
+    kinds = source.num_ignored.most_common(_MOST_KINDS)
     if kinds:
         named = ", ".join(f"{number} {kind or 'without'}" for kind, number in kinds)
+        if len(source.num_ignored) > len(kinds):
+            named += ", and others"
         notice(
             "ignored",
             f"files of other suffixes are left out: {named}; name one itself to read "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -151,21 +152,21 @@ class Settings:
         What a job writes is none, wherever it lies.
 
         Args:
-            linked: What links in a source lead to.
+            linked: Folders that links in a source lead to.
         """
         from daric_rag.prewarm.manifest import is_manifest
 
-        sources = [Path(source).absolute() for source in self.sources] + [*linked]
-        own = {self.manifest.resolve()}
+        sources = {Path(source).absolute() for source in self.sources} | {*linked}
+        own = {Path(os.path.realpath(self.manifest))}
         if self.sees_store:
-            own.add(Path(self.store_folder()).resolve())
+            own.add(Path(os.path.realpath(self.store_folder())))
 
         def is_change(path: str) -> bool:
             changed = Path(path)
-            real = changed.resolve()
+            real = Path(os.path.realpath(changed))
             if own & {real, *real.parents} or is_manifest(real):
                 return False
-            return any(changed == one or one in changed.parents for one in sources)
+            return not sources.isdisjoint((changed, *changed.parents))
 
         return is_change
 

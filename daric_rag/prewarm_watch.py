@@ -21,6 +21,8 @@ __all__ = ["watch_and_run"]
 
 _STEP_MS = 500
 
+_Place = tuple[int, int] | None
+
 
 def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
     """Run a job, and again whenever a source has changed, until interrupted.
@@ -35,12 +37,15 @@ def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
         raise ConfigError("standard input cannot be watched: name files or folders")
     tell_ignored(settings.source())
     stop = Stop()
-    with ExitStack() as engines, stop.takes_signals():
+    with stop.takes_signals(), ExitStack() as engines:
         watcher = _Watcher(settings, stop, engines, as_json=as_json)
         watcher.run()
     if watcher.error is not None:
         raise watcher.error
-    assert watcher.outcome is not None
+    if watcher.outcome is None:
+        from daric_rag import prewarm
+
+        return prewarm.JobReport(prewarm.Totals(), "stopped")
     watcher.outcome.tell(as_json=as_json)
     return watcher.outcome.report
 
@@ -62,7 +67,7 @@ class _Watcher:
         self._has_evicted = Event()
         # As they are now: what is gone later is looked for where it was.
         self._roots = settings.watched_folders()
-        self._linked: set[Path] = set()
+        self._linked: list[Path] = []
         self.outcome: Outcome | None = None
         self.error: DaricError | None = None
 
@@ -70,6 +75,8 @@ class _Watcher:
         """Go on until interrupted."""
         while True:
             self._linked = self._links()
+            if self._stop.event.is_set():
+                return
             places, changes = self._places(), self._changes()
             # From now on nothing is missed, what changes during a run included.
             next(changes, None)
@@ -81,18 +88,18 @@ class _Watcher:
                 # place of one that is gone.
                 if changed and self._links() != self._linked:
                     break
-                if (now := self._places()) != places and None not in now:
+                if any(now not in (None, then) for now, then in self._moves(places)):
                     break
             else:
                 return  # Interrupted.
 
-    def _places(self) -> list[tuple[int, int] | None]:
+    def _places(self) -> list[_Place]:
         """Return which folders are watched; None for one that is gone."""
-        return [_identity(path) for path in self._watched()]
+        return [_place_of(path) for path in (*self._roots, *self._linked)]
 
-    def _watched(self) -> list[Path]:
-        linked = (one if one.is_dir() else one.parent for one in self._linked)
-        return list(dict.fromkeys([*self._roots, *linked]))
+    def _moves(self, places: list[_Place]) -> Iterator[tuple[_Place, _Place]]:
+        """Yield what is at every place now, and what was."""
+        return zip(self._places(), places, strict=True)
 
     def _changes(self) -> Iterator[Any]:
         try:
@@ -103,16 +110,16 @@ class _Watcher:
             ) from error
         is_change = self._settings.change_filter(self._linked)
         return watch(
-            *filter(Path.exists, self._watched()),
+            *filter(Path.exists, (*self._roots, *self._linked)),
             watch_filter=lambda _, path: is_change(path),
             stop_event=self._stop.event,
             rust_timeout=_STEP_MS,
             yield_on_timeout=True,
         )
 
-    def _links(self) -> set[Path]:
+    def _links(self) -> list[Path]:
         try:
-            return self._settings.source().linked()
+            return sorted(self._settings.source().linked())
         except DaricError:
             if self.outcome is None:
                 raise
@@ -156,7 +163,7 @@ class _Watcher:
         return self._engine
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _place_of(path: Path) -> _Place:
     try:
         status = path.stat()
     except OSError:

@@ -150,8 +150,8 @@ def report_lines(
         lines.append(f"{totals.others} belong to other shards")
     if report.num_damaged_lines:
         lines.append(
-            f"the manifest had damaged lines ({report.num_damaged_lines}): what they "
-            f"may have said was looked up again"
+            f"the manifest has damaged lines ({report.num_damaged_lines}): what they "
+            f"may have said of documents was looked up in the store"
         )
     if totals.removed:
         lines.append(f"{totals.removed} vanished ones given up")

@@ -86,13 +86,10 @@ def folders_of(
 
 
 def linked_in(root: Path) -> Iterator[Path]:
-    """Yield what links in a folder lead to, files and folders, links followed."""
+    """Yield the folders that links in a folder lead to, links followed."""
     for folder in folders_of(root):
         if folder.path.is_symlink():
-            yield folder.path.resolve()
-        for name in folder.names:
-            if (folder.path / name).is_symlink():
-                yield (folder.path / name).resolve()
+            yield Path(os.path.realpath(folder.path))
 
 
 def _failure(path: Path) -> OSError | None:

@@ -131,6 +131,7 @@ class PrewarmJob:
             if self.on_vanished is not None and stopped in ("", "budget"):
                 emptied = getattr(self._source, "emptied", lambda _: "")
                 stopped = run.give_up_vanished(seen, self.on_vanished, emptied, stopped)
+        run.totals.waiting_bytes = 0
         return JobReport(run.totals, stopped, num_damaged)
 
     def _feed(self, run: JobRun, seen: SeenDocuments) -> str:
@@ -168,7 +169,7 @@ class PrewarmJob:
         try:
             parts = self._builder.document_parts([item.document])
         except PromptError as error:
-            seen.keep(item.id, item.place)
+            seen.keep(item.id)
             run.note(Entry(item.id, "failed", error=str(error)))
             return None
         if not parts:
@@ -184,6 +185,7 @@ class PrewarmJob:
         if known is Known.DONE and self._options.again:
             known = Known.NEW
         if known is Known.DONE:
+            run.note_moved(seen.move(name, item.id, item.place))
             run.totals.known += 1
             run.totals.known_bytes += item.source_bytes
         run.totals.repeated += known is Known.REPEATED

@@ -85,6 +85,7 @@ class JobRun:
         self._pool = ThreadPoolExecutor(options.max_in_flight, "daric-prewarm")
         self._in_flight: deque[_Batch] = deque()
         self._unwritten: list[Entry] = []
+        self._moved: list[Entry] = []
         self._settled_bytes = self._num_chars = self._num_tokens = 0
         self._committed_s = self._settled_s = time.monotonic()
         self._begun_s: float | None = None
@@ -103,6 +104,13 @@ class JobRun:
         """Tell of a document that the engine has nothing to do with."""
         self._unwritten.append(entry)
         self._commit_if_due()
+
+    def note_moved(self, entry: Entry | None) -> None:
+        """Have the next entries written down with one of a document that is known."""
+        if entry is not None:
+            self._moved.append(replace(entry, time=time.time()))
+            if len(self._moved) >= _MAX_UNWRITTEN:
+                self._write_moved()
 
     @property
     def store_keeps_failing(self) -> bool:
@@ -156,7 +164,7 @@ class JobRun:
             return "empty"
         for place, num_documents in kept.items():
             error = f"is empty, and {_KEPT.format(num_documents)}"
-            self._unwritten.append(Entry(place, "failed", error=error))
+            self._unwritten.append(Entry(f"{place} (empty)", "failed", error=error))
         # In this order: a kill in between leaves documents that nobody asks for, and
         # never one that is called done and is not there.
         self._unwritten += vanished
@@ -228,6 +236,7 @@ class JobRun:
         """Once the store has them on disk, write entries down and tell of them."""
         entries, self._unwritten = self._unwritten, []
         self._committed_s = time.monotonic()
+        self._write_moved()
         if not entries:
             return
         if any(entry.is_stored for entry in entries):
@@ -246,6 +255,11 @@ class JobRun:
         for entry in entries:
             self.totals.add(entry)
             self._on_entry(entry, self.totals)
+
+    def _write_moved(self) -> None:
+        entries, self._moved = self._moved, []
+        if self._writer is not None:
+            self._writer.append(entries)
 
     def _confirmed(self, entries: Sequence[Entry]) -> Iterator[Entry]:
         """Flush, and yield the entries as they turned out."""

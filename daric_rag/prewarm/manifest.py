@@ -35,7 +35,7 @@ __all__ = [
     "encoded",
     "header_of",
     "is_manifest",
-    "is_other_version",
+    "what_else",
 ]
 
 VERSION: Final = 2
@@ -187,7 +187,7 @@ class Manifest:
             for raw in file:
                 line = _parsed(raw)
                 self.num_damaged += line is None
-                yield line, _DOCUMENT not in raw
+                yield line, b'"header"' in raw or _DOCUMENT not in raw
 
 
 def header_of(identity: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -202,7 +202,9 @@ def header_of(identity: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def _identity(header: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(header.get(name) for name in _IDENTITY)
+    # Fingerprints name a model, however its folder is written.
+    names = _IDENTITY[1:] if header.get("fingerprints") else _IDENTITY
+    return tuple(header.get(name) for name in names)
 
 
 def encoded(line: Mapping[str, Any]) -> bytes:
@@ -215,14 +217,20 @@ def encoded(line: Mapping[str, Any]) -> bytes:
     return json.dumps(checked, allow_nan=False).encode() + b"\n"
 
 
-def is_other_version(raw: bytes) -> bool:
-    """Whether a first line is the header of a manifest of another version."""
+def what_else(path: Path) -> str:
+    """Say what a file without a header of ours is, and what to do."""
+    with path.open("rb") as file:
+        first = file.readline(1 << 20)
     try:
-        line = json.loads(raw)
+        line = json.loads(first)
     except (ValueError, RecursionError):
-        return False
-    is_header = isinstance(line, dict) and line.get("type") == "header"
-    return is_header and line.get("version") != VERSION
+        line = None
+    if isinstance(line, dict) and line.get("type") == "header":
+        return (
+            "a manifest of another version of daric_rag: name another file with "
+            "--manifest; what is stored is found again, and not computed anew"
+        )
+    return "no manifest: name another file with --manifest"
 
 
 def _checksum(line: Mapping[str, Any]) -> int:

@@ -17,7 +17,7 @@ from daric_rag.prewarm.manifest import (
     Entry,
     Manifest,
     encoded,
-    is_other_version,
+    what_else,
 )
 
 __all__ = ["ManifestWriter"]
@@ -62,11 +62,11 @@ class ManifestWriter:
         self._file: BinaryIO = os.fdopen(number, "r+b")
         try:
             self._lock()
-            self._cut_torn_line()
             manifest = Manifest(self.path)
             headers = manifest.headers()
-            if not headers and self._file.tell():
-                raise ConfigError(f"{path} is {self._kind()}")
+            if not headers and not self._is_begun():
+                raise ConfigError(f"{path} is {what_else(self.path)}")
+            self._cut_torn_line()
             check(Manifest(self.path))
             # A damaged line may be a header that the last entries are below.
             is_last = bool(headers) and headers[-1] == dict(header)
@@ -99,18 +99,11 @@ class ManifestWriter:
         """Close."""
         self.close()
 
-    def _kind(self) -> str:
-        """Say what a file without a header of ours is, and what to do."""
-        end = self._file.tell()
+    def _is_begun(self) -> bool:
+        """Whether there is nothing yet, or a header that a kill has torn."""
         self._file.seek(0)
         first = self._file.readline(1 << 20)
-        self._file.seek(end)
-        if is_other_version(first):
-            return (
-                "a manifest of another version of daric_rag: name another file with "
-                "--manifest; what is stored is found again, and not computed anew"
-            )
-        return "no manifest: name another file with --manifest"
+        return not first.endswith(b"\n") and _is_torn_header(first)
 
     def _lock(self) -> None:
         try:
@@ -132,10 +125,7 @@ class ManifestWriter:
                 start = start - step + newline + 1
                 break
             start -= step
-        self._file.seek(start)
-        # A file without any line might be somebody's text.
-        if start or _is_torn_header(self._file.read(64)):
-            self._file.truncate(start)
+        self._file.truncate(start)
         self._file.seek(0, os.SEEK_END)
 
     def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:

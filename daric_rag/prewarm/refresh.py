@@ -79,7 +79,8 @@ def expire(disk: DiskTier, manifest: Manifest, *, now: float) -> tuple[int, int]
             `check_models`.
     """
     num_documents = freed = 0
-    for header in manifest.circumstances():
+    circumstances = manifest.circumstances()
+    for header in circumstances:
         _check_store(disk, header)
         check_models(disk, header)
         with SeenDocuments() as seen:
@@ -92,6 +93,9 @@ def expire(disk: DiskTier, manifest: Manifest, *, now: float) -> tuple[int, int]
             writer.append(entries)
             num_documents += len(entries)
             freed += give_up(disk, header, entries, "evict")
+    if num_documents:
+        # Audits look at what was last, and that was not this.
+        ManifestWriter(manifest.path, circumstances[-1]).close()
     return num_documents, freed
 
 

@@ -15,7 +15,7 @@ __all__ = ["Known", "SeenDocuments"]
 _SCHEMA: Final = """
 CREATE TABLE documents (
     hash BLOB PRIMARY KEY, id BLOB, document TEXT, expires REAL, place BLOB,
-    seen INTEGER, doubted INTEGER
+    seen INTEGER, number INTEGER
 ) WITHOUT ROWID;
 CREATE INDEX by_id ON documents (id);
 CREATE INDEX by_place ON documents (place);
@@ -47,6 +47,7 @@ class SeenDocuments:
         self._database.executescript(_SCHEMA)
         # Nothing has to outlive this process: no transaction ever ends.
         self._database.execute("BEGIN")
+        self._num_put = self._doubted_until = 0
 
     def load(self, history: Iterable[Entry | None]) -> None:
         """Take over what earlier runs did; a later entry counts more.
@@ -54,15 +55,11 @@ class SeenDocuments:
         Args:
             history: See `Manifest.history`.
         """
-        is_doubted = False
         for entry in history:
             if entry is None:
-                # It may have said that one of these is gone.
-                if not is_doubted:
-                    self._database.execute("UPDATE documents SET doubted = 1")
-                is_doubted = True
+                # It may have said that any of those before it is gone.
+                self._doubted_until = self._num_put
                 continue
-            is_doubted = False
             self._note(entry)
             if not entry.hash:
                 continue
@@ -77,14 +74,34 @@ class SeenDocuments:
     def visit(self, name: TextHash, document_id: str, place: str = "") -> Known:
         """Say what is known of a document, and remember that it came."""
         found = self._database.execute(
-            "SELECT seen, doubted FROM documents WHERE hash = ?", (name,)
+            "SELECT seen, number FROM documents WHERE hash = ?", (name,)
         ).fetchone()
-        if found is None or (found[1] and not found[0]):
+        is_doubted = found is not None and found[1] < self._doubted_until
+        if found is None or (is_doubted and not found[0]):
             came = Entry(document_id, "hit", name.hex(), place=place)
             self._put(came, seen=True)
             return Known.NEW
         self._database.execute("UPDATE documents SET seen = 1 WHERE hash = ?", (name,))
         return Known.REPEATED if found[0] else Known.DONE
+
+    def move(self, name: TextHash, document_id: str, place: str) -> Entry | None:
+        """Note what a known document is called now, and where it is.
+
+        Returns:
+            What is to be written down; None if it is where it was.
+        """
+        called = _packed(document_id), _packed(place)
+        was_id, was_place, document, expires = self._database.execute(
+            "SELECT id, place, document, expires FROM documents WHERE hash = ?", (name,)
+        ).fetchone()
+        if (was_id, was_place) == called:
+            return None
+        self._database.execute(
+            "UPDATE documents SET id = ?, place = ? WHERE hash = ?", (*called, name)
+        )
+        return Entry(
+            document_id, "hit", name.hex(), document, expires=expires, place=place
+        )
 
     def saw(self, name: TextHash) -> None:
         """Remember that a document came that is not to be computed here."""
@@ -186,7 +203,7 @@ class SeenDocuments:
 
     def _put(self, entry: Entry, *, seen: bool) -> None:
         self._database.execute(
-            "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, 0)",
+            "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)",
             (
                 bytes.fromhex(entry.hash),
                 _packed(entry.id),
@@ -194,8 +211,10 @@ class SeenDocuments:
                 entry.expires,
                 _packed(entry.place),
                 int(seen),
+                self._num_put,
             ),
         )
+        self._num_put += 1
 
 
 def _why(entry: Entry) -> str:

@@ -78,7 +78,7 @@ class PathSource:
         self._paths = [os.fspath(path) for path in paths]
         self._fields = fields or JsonFields()
         self._stdin, self._split = stdin, split
-        self._left_out = {path.resolve() for path in leave_out}
+        self._left_out = {Path(os.path.realpath(path)) for path in leave_out}
         self._empty: set[Path] = set()
         if not self._paths:
             raise ConfigError("no source is named: give files, folders, or - for stdin")
@@ -126,10 +126,9 @@ class PathSource:
         return str(next(found, ""))
 
     def linked(self) -> set[Path]:
-        """Return what links lead to, files and folders, links followed."""
+        """Return the folders that links lead to, links followed."""
         roots = [Path(path) for path in self._paths if path != "-"]
-        named = {root.resolve() for root in roots if root.is_symlink()}
-        return named.union(*map(linked_in, roots))
+        return {folder for root in roots for folder in linked_in(root)}
 
     def __iter__(self) -> Iterator[SourceItem]:
         """Yield every document, or why it cannot be read."""
@@ -147,7 +146,7 @@ class PathSource:
             unread: list[OSError] = []
             is_empty = Path(path).is_dir()
             for file in files_of(path, unread.append, self._found_empty):
-                if self._left_out and file.resolve() in self._left_out:
+                if self._left_out and Path(os.path.realpath(file)) in self._left_out:
                     continue
                 is_empty = False
                 if file != Path(path) and blocks(file):
@@ -163,13 +162,13 @@ class PathSource:
         self.num_ignored[file.suffix.lower()] += 1
 
     def _found_empty(self, path: Path) -> None:
-        self._empty.add(path.resolve())
+        self._empty.add(Path(os.path.realpath(path)))
 
     def _read(self, file: Path) -> Iterator[SourceItem]:
         num_bytes = size_of(file)
         if not num_bytes:
             self._found_empty(file)
-        place = str(file.resolve())
+        place = os.path.realpath(file)
         if file.suffix.lower() in JSONL_SUFFIXES:
             try:
                 with file.open("rb") as lines:

@@ -102,7 +102,7 @@ def split_items(items: Iterable[SourceItem], split: Split) -> Iterator[SourceIte
         except (Exception, SystemExit) as error:
             # A splitter is foreign code: one document it fails at stops no job.
             why = f"could not be split ({error!r})"
-            yield replace(item, document=None, error=why, hides_others=True)
+            yield SourceItem(item.id, error=why, hides_others=True)
             continue
         if not pieces:
             yield replace(item, document={**item.document, "text": ""})

@@ -515,9 +515,29 @@ def test_what_is_empty_now_loses_nothing(engine: FolderEngine, manifest: Path) -
     assert given_up == ["1"]
     assert (report.totals.removed, report.totals.failed) == (1, 1)
     *_, told, removed = entries(manifest)
-    assert (told.id, told.status, removed.id) == ("/far", "failed", "1")
+    assert (told.id, told.status, removed.id) == ("/far (empty)", "failed", "1")
     assert "2 documents that were in it are kept" in told.error
     assert sync(0, 2, 3).totals.known == 3
+
+
+def test_documents_are_followed_to_where_they_are(
+    engine: FolderEngine, manifest: Path
+) -> None:
+    def at(place: str) -> list[SourceItem]:
+        return [
+            SourceItem(f"{place}/x", {"text": TEXTS[0]}, place=f"{place}/x"),
+            SourceItem("b", {"text": TEXTS[1]}, place="/b"),
+        ]
+
+    run(engine, at("/old"), manifest, lifetime_s=100)
+    first = entries(manifest)
+    for _ in range(2):
+        assert run(engine, at("/new"), manifest).totals.known == 2
+    (moved,) = entries(manifest)[2:]
+    assert (moved.id, moved.place, moved.status) == ("/new/x", "/new/x", "hit")
+    # It is the same document, and has the same time.
+    same = ("hash", "document", "expires")
+    assert [getattr(moved, n) for n in same] == [getattr(first[0], n) for n in same]
 
 
 def test_a_shard_that_has_nothing_left_is_no_empty_source(

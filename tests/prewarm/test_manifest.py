@@ -84,23 +84,59 @@ def test_a_damaged_byte_costs_one_line_at_most(
     content = bytearray(path.read_bytes())
     header_len = content.index(b"\n") + 1
     position = header_len + position % (len(content) - header_len)
-    if content[position] == ord("\n"):
-        return
-    is_changed, content[position] = content[position] != byte, byte
+    before, content[position] = content[position], byte
     path.write_bytes(content)
     manifest = Manifest(path)
-    if not is_changed:
+    if before == byte:
         assert list(manifest.history(HEADER)) == ENTRIES
         return
-    # A newline makes two of it.
+    # A newline makes two of it; one that is lost makes one of two.
+    was_newline = before == ord("\n")
     pieces = 1 + (byte == ord("\n"))
     number = content[header_len:position].count(b"\n")
-    hit = content.splitlines()[1 + number : 1 + number + pieces]
+    hit = content.splitlines(keepends=True)[1 + number : 1 + number + pieces]
     is_document = all(b'"type": "document"' in piece for piece in hit)
-    behind = ENTRIES[number + 1 :] if is_document else []
+    behind = ENTRIES[number + 1 + was_newline :] if is_document else []
     expected = [*ENTRIES[:number], *[None] * pieces, *behind]
     assert list(manifest.history(HEADER)) == expected
     assert manifest.num_damaged == pieces
+
+
+def test_what_joins_a_header_is_not_taken_for_a_document(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    write(path, HEADER, ENTRIES[:1])
+    write(path, OTHER, ENTRIES[1:])
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[2] = lines[2].replace(b"\n", b" ")
+    path.write_bytes(b"".join(lines))
+    assert list(Manifest(path).history(HEADER)) == [ENTRIES[0], None]
+    assert list(Manifest(path).history(OTHER)) == [None]
+
+
+def test_a_model_is_named_by_its_fingerprints(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    named = {"fingerprints": ["ab"], "namespace": "default"}
+    first = header_of({"model": "m", **named})
+    second = header_of({"model": "./m", **named})
+    write(path, first, ENTRIES[:1])
+    write(path, second, ENTRIES[1:])
+    manifest = Manifest(path)
+    assert list(manifest.entries(first)) == list(manifest.entries(second)) == ENTRIES
+    assert manifest.circumstances() == [second]
+
+
+@pytest.mark.parametrize("content", [b"one\ntwo", b'{"type": "header", "ver', b""])
+def test_nothing_is_cut_off_what_is_no_manifest(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(content)
+    if b"one" in content:
+        with pytest.raises(ConfigError, match="is no manifest"):
+            ManifestWriter(path, HEADER)
+        assert path.read_bytes() == content
+    else:
+        # A kill tore the first line.
+        write(path, HEADER, ENTRIES)
+        assert list(Manifest(path).entries(HEADER)) == ENTRIES
 
 
 def test_a_damaged_header_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
@@ -156,7 +192,7 @@ def test_headers_that_say_nothing_are_damaged(
 
 def test_another_version_is_named(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    path.write_text(json.dumps({**HEADER, "version": 1}) + "\n")
+    path.write_text(json.dumps({**HEADER, "version": 1}) + "\nand more")
     before = path.read_bytes()
     with pytest.raises(ConfigError, match="another version of daric_rag: name"):
         ManifestWriter(path, HEADER)

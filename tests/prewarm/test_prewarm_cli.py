@@ -508,7 +508,7 @@ def test_files_that_are_no_documents_are_told(corpus: Path) -> None:
     result = invoke(corpus, "--model", "tiny")
     (line,) = map(json.loads, result.stderr.splitlines())
     assert line["event"] == "ignored"
-    assert "1 without, 1 .docx, 2 .png" in line["message"]
+    assert "2 .png, 1 without, 1 .docx" in line["message"]
     assert len(stored()) == 5
 
 

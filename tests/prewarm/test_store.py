@@ -110,6 +110,16 @@ def test_nothing_is_written_off_that_is_in_another_store(
     assert expire(engine.disk, manifest, now=1e12)[0] == 2
 
 
+def test_expiry_leaves_audits_what_they_are_of(
+    engine: DiskEngine, manifest: Manifest
+) -> None:
+    older = {"fingerprints": ["00" * 32]}
+    run(engine, manifest, TEXTS[:1], lifetime_s=1, identity=older)
+    run(engine, manifest, TEXTS[1:3])
+    assert expire(engine.disk, manifest, now=1e12)[0] == 1
+    assert audit(manifest, engine.disk).num_documents == 2
+
+
 def test_every_tenants_documents_go_when_their_time_is_over(
     engine: DiskEngine, manifest: Manifest
 ) -> None:
