@@ -22,10 +22,11 @@ from typing import Any
 
 from daric_rag.errors import ConfigError, PromptError
 from daric_rag.prewarm.items import SourceItem, items_of
-from daric_rag.prewarm.job_run import JobRun, NewDocument, PrewarmEngine
+from daric_rag.prewarm.job_run import JobRun, PrewarmEngine
 from daric_rag.prewarm.manifest import Entry, Manifest, header_of
 from daric_rag.prewarm.manifest_writer import ManifestWriter
 from daric_rag.prewarm.options import JobOptions, JobReport, Totals, engine_identity
+from daric_rag.prewarm.outcomes import NewDocument
 from daric_rag.prewarm.seen import Known, SeenDocuments
 from daric_rag.prewarm.sharding import text_hash
 from daric_rag.prewarm.store_guard import StoreGuard

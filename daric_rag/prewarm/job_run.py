@@ -14,13 +14,12 @@ from daric_rag.engine import DocumentOutcome
 from daric_rag.prewarm.manifest import Entry
 from daric_rag.prewarm.manifest_writer import ManifestWriter
 from daric_rag.prewarm.options import JobOptions, Totals
+from daric_rag.prewarm.outcomes import NewDocument, doubted, entry_of, kept_in
 from daric_rag.prewarm.packing import Packer
 from daric_rag.prewarm.seen import SeenDocuments
-from daric_rag.prewarm.sharding import TextHash
 from daric_rag.prewarm.store_guard import StoreGuard
-from daric_rag.prompt_types import DocumentPart
 
-__all__ = ["JobRun", "NewDocument", "PrewarmEngine"]
+__all__ = ["JobRun", "PrewarmEngine"]
 
 # Entries in memory, however fast an engine is.
 _MAX_UNWRITTEN = 2048
@@ -36,17 +35,6 @@ class PrewarmEngine(Protocol):
     def prewarm_each(self, documents: Sequence[Any]) -> list[DocumentOutcome]:
         """See `daric_rag.engine.Engine`."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class NewDocument:
-    """A document to be computed."""
-
-    id: str
-    hash: TextHash
-    part: DocumentPart
-    source_bytes: int
-    place: str = ""
 
 
 @dataclass(slots=True)
@@ -163,8 +151,7 @@ class JobRun:
             # An empty mount looks like an empty corpus.
             return "empty"
         for place, num_documents in kept.items():
-            error = f"is empty, and {_KEPT.format(num_documents)}"
-            self._unwritten.append(Entry(f"{place} (empty)", "failed", error=error))
+            self._unwritten.append(kept_in(place, num_documents))
         # In this order: a kill in between leaves documents that nobody asks for, and
         # never one that is called done and is not there.
         self._unwritten += vanished
@@ -216,8 +203,8 @@ class JobRun:
         num_tokens = sum(outcome.num_tokens for outcome in outcomes)
         for document, outcome in zip(batch.documents, outcomes, strict=True):
             share = outcome.num_tokens / num_tokens if num_tokens else 0.0
-            entry = _entry(document, outcome, seconds * share)
-            self._unwritten.append(_doubted(entry) if batch.is_suspect else entry)
+            entry = entry_of(document, outcome, seconds * share)
+            self._unwritten.append(doubted(entry) if batch.is_suspect else entry)
             self._settled_bytes += document.source_bytes
             if outcome.num_tokens:
                 self._num_chars += len(document.part.text)
@@ -269,7 +256,7 @@ class JobRun:
         self._guard.look(self._waiting_tokens)
         took_all = self._guard.took_all()
         if not took_all:
-            entries = [_doubted(entry) for entry in entries]
+            entries = [doubted(entry) for entry in entries]
             # What was lost may be of a batch that is not settled yet.
             for batch in self._in_flight:
                 batch.is_suspect = True
@@ -288,42 +275,3 @@ class JobRun:
         except Exception:
             with suppress(Exception):
                 self._commit()
-
-
-_KEPT = (
-    "{} documents that were in it are kept: mount or fill it, or remove it if they are "
-    "gone"
-)
-
-# Which ones is not known: the next run finds those that were kept.
-_NOT_KEPT = (
-    "the store lost some of what it was given about now (disk full, too slow, or over "
-    "its budget): see `daric store stats`, and run the job again"
-)
-
-
-def _doubted(entry: Entry) -> Entry:
-    """Return an entry as it is to be told where the store has lost something."""
-    if not entry.is_stored:
-        return entry
-    # A hit too, which may have been of memory alone.
-    return replace(entry, status="failed", error=_NOT_KEPT)
-
-
-def _entry(document: NewDocument, outcome: DocumentOutcome, seconds: float) -> Entry:
-    entry = Entry(
-        document.id,
-        "failed",
-        document.hash.hex(),
-        error=outcome.error,
-        place=document.place,
-    )
-    if outcome.error or outcome.document_hash is None:
-        return entry
-    return replace(
-        entry,
-        status="computed" if outcome.saved_tokens else "hit",
-        document=outcome.document_hash.hex(),
-        num_tokens=outcome.num_tokens,
-        seconds=round(seconds, 6),
-    )
