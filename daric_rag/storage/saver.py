@@ -15,11 +15,12 @@ from daric_rag.errors import StoreError
 from daric_rag.storage.base import Record, check_fits
 from daric_rag.storage.cipher import RecordCipher
 from daric_rag.storage.database import DATABASE_ERRORS, Reservation, SegmentRow
-from daric_rag.storage.format import RecordHeader
+from daric_rag.storage.format import RecordError, RecordHeader
 from daric_rag.storage.ledger import Ledger, NoRoomError
 from daric_rag.storage.new_file import DirectWriter, write_cached
 from daric_rag.storage.record_file import (
     file_len,
+    read_header,
     seal_side_data,
     write_record_file,
 )
@@ -150,7 +151,28 @@ class Saver:
         if self._index.catalog.find(key) is None:
             return False  # Reserving its room asks the index.
         self._index.learn()  # Another process may have evicted it.
-        return self._index.catalog.find(key) is not None and self._index.is_current()
+        filename = self._index.catalog.find(key)
+        if filename is None or not self._index.is_current():
+            return False
+        return self._is_there(key, filename)
+
+    def _is_there(self, key: bytes, filename: str) -> bool:
+        """Whether a record that has a row has its file; it is condemned if not.
+
+        Else what was computed now would not be written, and a reader would find out the
+        next time. Of the file only the header is looked at.
+        """
+        try:
+            header, _, _ = read_header(self._ledger.path(filename))
+        except (FileNotFoundError, RecordError):
+            header = None
+        except OSError:
+            return True  # The machine is at fault, and may be well again.
+        if header is not None and header.segment_key == key:
+            return True
+        self._index.condemned.add(key, filename)
+        self._index.catalog.discard(key)
+        return False
 
     def _sync_files(self, names: Iterable[str]) -> None:
         folders = set()

@@ -12,6 +12,7 @@ from tests.storage.records import (
     disk_usage,
     document,
     key,
+    path_of,
     payload,
     read,
     record,
@@ -332,3 +333,25 @@ def test_a_damaged_name_that_no_message_can_tell_is_damage(
     tier.write(record(2))
 
     assert [read(tier, number) for number in (1, 2)] == [payload(1), payload(2)]
+
+
+@pytest.mark.parametrize("fate", ["gone", "cut", "foreign", "a folder"])
+def test_a_record_whose_file_is_lost_is_written_anew(open_disk, folder, fate):
+    tier = open_disk()
+    for number in range(3):
+        tier.write(record(number))
+    path, other = path_of(tier, 1), path_of(tier, 2)
+    content = path.read_bytes()
+    path.unlink()
+    if fate == "cut":
+        path.write_bytes(content[:-1])
+    elif fate == "foreign":
+        path.write_bytes(other.read_bytes())
+    elif fate == "a folder":
+        path.mkdir()
+    # Nobody has read it since.
+    tier.write(record(1))
+    assert read(tier, 1) == payload(1)
+    assert sorted(tier.keys()) == [key(n) for n in range(3)]
+    again = open_disk()
+    assert all(read(again, n) == payload(n) for n in range(3))
