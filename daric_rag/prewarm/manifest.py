@@ -119,11 +119,13 @@ class Manifest:
 
     Attributes:
         num_damaged: Lines left out by the last reading.
+        has_lost_header: Whether one of them, behind the last header, may have been one.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.num_damaged = 0
+        self.has_lost_header = False
 
     def headers(self) -> list[dict[str, Any]]:
         """Return every header, in order."""
@@ -178,7 +180,7 @@ class Manifest:
 
     def _lines(self) -> Iterator[tuple[dict[str, Any] | None, bool]]:
         """Yield lines, None for a damaged one, and whether it may be a header."""
-        self.num_damaged = 0
+        self.num_damaged, self.has_lost_header = 0, False
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -186,8 +188,13 @@ class Manifest:
         with file:
             for raw in file:
                 line = _parsed(raw)
+                may_be_header = b'"header"' in raw or _DOCUMENT not in raw
                 self.num_damaged += line is None
-                yield line, b'"header"' in raw or _DOCUMENT not in raw
+                if line is None:
+                    self.has_lost_header |= may_be_header
+                elif line["type"] == "header":
+                    self.has_lost_header = False
+                yield line, may_be_header
 
 
 def header_of(identity: Mapping[str, Any], **more: Any) -> dict[str, Any]:

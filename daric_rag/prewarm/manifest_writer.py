@@ -68,9 +68,8 @@ class ManifestWriter:
                 raise ConfigError(f"{path} is {what_else(self.path)}")
             self._cut_torn_line()
             check(Manifest(self.path))
-            # A damaged line may be a header that the last entries are below.
             is_last = bool(headers) and headers[-1] == dict(header)
-            if not is_last or manifest.num_damaged:
+            if not is_last or manifest.has_lost_header:
                 self._write([dict(header)])
         except BaseException:
             self.close()

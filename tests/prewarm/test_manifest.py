@@ -150,6 +150,10 @@ def test_a_damaged_header_is_not_taken_for_the_one_before(tmp_path: Path) -> Non
     assert list(Manifest(path).entries(OTHER)) == []
     write(path, HEADER, ENTRIES[:1])
     assert list(Manifest(path).entries(HEADER)) == [*ENTRIES[:2], ENTRIES[0]]
+    # It is mended with that.
+    before = path.read_bytes()
+    write(path, HEADER, [])
+    assert path.read_bytes() == before
 
 
 def test_what_a_damaged_line_may_have_said_is_looked_up_again() -> None:
