@@ -106,8 +106,8 @@ def dry_run_of(settings: Settings, *, as_json: bool) -> int:
         )
         measured = None
         if settings.url is None:
-            bar.step("measuring")
             # A server's store is its own, and would keep the sample.
+            bar.step("measuring")
             measured = calibrate(engine, plan.sample, lambda: _flushed_bytes(engine))
     if as_json:
         print_json(plan_json(plan, measured, room))
@@ -135,11 +135,7 @@ def run_on(
     Raises:
         DaricError: As `PrewarmJob.run`; and where a source is empty that was not.
     """
-    from daric_rag.evaluation.prewarm_view import (
-        report_json,
-        report_lines,
-        shown_progress,
-    )
+    from daric_rag.evaluation.prewarm_view import shown_progress
     from daric_rag.prewarm import PrewarmJob
     from daric_rag.prompt import PromptBuilder
 
@@ -172,14 +168,21 @@ def run_on(
         )
     if settings.pin:
         _pin(settings, job.header)
-    elapsed = time.monotonic() - start
+    return _outcome_of(report, settings, job.template, time.monotonic() - start)
+
+
+def _outcome_of(
+    report: JobReport, settings: Settings, template: str, elapsed_s: float
+) -> Outcome:
+    from daric_rag.evaluation.prewarm_view import report_json, report_lines
+
     limit = settings.limit_bytes if settings.url is None else None
-    named = {"template": job.template, "manifest": str(settings.manifest)}
+    named = {"template": template, "manifest": str(settings.manifest)}
     lines = [
-        *report_lines(report, elapsed, limit),
-        f"document template {job.template[:12]}, manifest {settings.manifest}",
+        *report_lines(report, elapsed_s, limit),
+        f"document template {template[:12]}, manifest {settings.manifest}",
     ]
-    return Outcome(report, lines, report_json(report, elapsed, **named))
+    return Outcome(report, lines, report_json(report, elapsed_s, **named))
 
 
 def tell_ignored(source: PathSource) -> None:

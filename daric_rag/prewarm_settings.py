@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -154,17 +153,18 @@ class Settings:
         Args:
             linked: Folders that links in a source lead to.
         """
+        from daric_rag.prewarm.folders import real
         from daric_rag.prewarm.manifest import is_manifest
 
         sources = {Path(source).absolute() for source in self.sources} | {*linked}
-        own = {Path(os.path.realpath(self.manifest))}
+        own = {real(self.manifest)}
         if self.sees_store:
-            own.add(Path(os.path.realpath(self.store_folder())))
+            own.add(real(Path(self.store_folder())))
 
         def is_change(path: str) -> bool:
             changed = Path(path)
-            real = Path(os.path.realpath(changed))
-            if own & {real, *real.parents} or is_manifest(real):
+            place = real(changed)
+            if own & {place, *place.parents} or is_manifest(place):
                 return False
             return not sources.isdisjoint((changed, *changed.parents))
 

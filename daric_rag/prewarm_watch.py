@@ -15,7 +15,7 @@ from daric_rag.prewarm_settings import Settings
 from daric_rag.prewarm_signals import Stop
 
 if TYPE_CHECKING:
-    from daric_rag.prewarm import JobReport
+    from daric_rag.prewarm import JobReport, PathSource
 
 __all__ = ["watch_and_run"]
 
@@ -35,11 +35,11 @@ def watch_and_run(settings: Settings, *, as_json: bool) -> JobReport:
     """
     if "-" in settings.sources:
         raise ConfigError("standard input cannot be watched: name files or folders")
-    tell_ignored(settings.source())
-    stop = Stop()
+    source, stop = settings.source(), Stop()
+    tell_ignored(source)
     with stop.takes_signals(), ExitStack() as engines:
         watcher = _Watcher(settings, stop, engines, as_json=as_json)
-        watcher.run()
+        watcher.run(source)
     if watcher.error is not None:
         raise watcher.error
     if watcher.outcome is None:
@@ -71,10 +71,15 @@ class _Watcher:
         self.outcome: Outcome | None = None
         self.error: DaricError | None = None
 
-    def run(self) -> None:
-        """Go on until interrupted."""
+    def run(self, source: PathSource) -> None:
+        """Go on until interrupted.
+
+        Args:
+            source: As it is now.
+        """
+        self._source = source
         while True:
-            self._linked = self._links()
+            self._linked = sorted(self._source.linked)
             if self._stop.event.is_set():
                 return
             places, changes = self._places(), self._changes()
@@ -86,7 +91,7 @@ class _Watcher:
                     self._run_once()
                 # A new link leads to where nobody looks, as does a new folder in the
                 # place of one that is gone.
-                if changed and self._links() != self._linked:
+                if sorted(self._source.linked) != self._linked:
                     break
                 if any(now not in (None, then) for now, then in self._moves(places)):
                     break
@@ -117,24 +122,12 @@ class _Watcher:
             yield_on_timeout=True,
         )
 
-    def _links(self) -> list[Path]:
-        try:
-            return sorted(self._settings.source().linked())
-        except DaricError:
-            if self.outcome is None:
-                raise
-            # A source is gone for a moment.
-            return self._linked
-
     def _run_once(self) -> None:
         settings = self._settings
         try:
+            self._source = settings.source()
             outcome = run_on(
-                self._opened(),
-                settings,
-                settings.source(),
-                self._stop,
-                self._has_evicted,
+                self._opened(), settings, self._source, self._stop, self._has_evicted
             )
         except DaricError as error:
             is_lost = isinstance(error, EngineError) and settings.url is None

@@ -13,12 +13,11 @@ from daric_rag.prewarm.items import SourceItem, items_of
 from daric_rag.prewarm.job import PrewarmEngine, PrewarmJob
 from daric_rag.prewarm.manifest import Entry, Manifest
 from daric_rag.prewarm.options import JobOptions, JobReport, Totals
-from daric_rag.prewarm.readers import SUFFIXES, read_text
+from daric_rag.prewarm.readers import read_text
 from daric_rag.prewarm.sharding import Shard, TextHash, text_hash
 from daric_rag.prewarm.sources import JsonFields, PathSource
 
 __all__ = [
-    "SUFFIXES",
     "Entry",
     "JobOptions",
     "JobReport",

@@ -85,12 +85,15 @@ class StoredDocuments:
         }
 
 
-def check_models(disk: DiskTier, header: Mapping[str, Any]) -> None:
+def check_models(
+    disk: DiskTier, header: Mapping[str, Any], tree: DocumentTree | None = None
+) -> None:
     """Refuse a store of several models where it is not known whose documents are meant.
 
     Args:
         disk: The store.
         header: A manifest's.
+        tree: Of the store, if it is known already.
 
     Raises:
         ConfigError: The header names no model's fingerprints, as a server tells none,
@@ -100,7 +103,7 @@ def check_models(disk: DiskTier, header: Mapping[str, Any]) -> None:
         return
     fingerprints = {
         document.fingerprint
-        for document in DocumentTree(disk.segments()).documents
+        for document in (tree or DocumentTree(disk.segments())).documents
         if document.namespace == header.get("namespace")
     }
     if len(fingerprints) > 1:
@@ -132,7 +135,7 @@ def audit(
     for header in circumstances:
         if header.get("fingerprints") != circumstances[-1].get("fingerprints"):
             continue
-        check_models(disk, header)
+        check_models(disk, header, tree)
         stored = StoredDocuments(disk, header, tree)
         for entry in _live(manifest, header):
             result.num_documents += 1

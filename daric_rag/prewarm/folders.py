@@ -4,92 +4,87 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from daric_rag.prewarm.manifest import is_manifest
 from daric_rag.prewarm.readers import SUFFIXES
 
-__all__ = ["Folder", "blocks", "files_of", "folders_of", "linked_in", "size_of"]
+__all__ = ["Findings", "blocks", "files_of", "real", "size_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """A folder of a corpus.
+@dataclass(slots=True)
+class Findings:
+    """What a walk comes upon beside documents.
 
     Attributes:
-        path: As it was come upon.
-        names: Of its files, sorted.
-        is_empty: Whether there is nothing at all in it.
+        unread: Why files and folders cannot be looked into.
+        empty: Folders with nothing at all in them, links followed.
+        linked: Folders that links lead to, links followed.
+        num_others: Files whose suffix is none of `SUFFIXES`, by suffix.
     """
 
-    path: Path
-    names: list[str]
-    is_empty: bool
+    unread: list[OSError] = field(default_factory=list)
+    empty: set[Path] = field(default_factory=set)
+    linked: set[Path] = field(default_factory=set)
+    num_others: Counter[str] = field(default_factory=Counter)
 
 
-def files_of(
-    path: str,
-    on_error: Callable[[OSError], None] = lambda _: None,
-    on_empty: Callable[[Path], None] = lambda _: None,
-    on_other: Callable[[Path], None] = lambda _: None,
-) -> Iterator[Path]:
-    """Yield a file itself, or a folder's files.
+def files_of(path: str, found: Findings) -> Iterator[Path]:
+    """Yield a file itself, or what a folder holds, but for hidden files; in order.
 
     Args:
         path: Of the file or folder.
-        on_error: Called where something cannot be looked into.
-        on_empty: Called with folders that have nothing in them.
-        on_other: Called with files whose suffix is none of `SUFFIXES`.
+        found: Mutated: takes what else there is.
     """
     root = Path(path)
     if (failure := _failure(root)) is not None:
-        on_error(failure)
+        found.unread.append(failure)
         return
     if not root.is_dir():
         yield root
         return
-    for folder in folders_of(root, on_error):
-        if folder.is_empty:
-            on_empty(folder.path)
-        for name in folder.names:
-            file = folder.path / name
+    for folder, names in _folders_of(root, found):
+        for name in names:
+            file = folder / name
             if file.is_symlink():
                 # A whole folder may be behind it, on a mount that is not there.
                 failure = _failure(file)
                 if failure is not None:
-                    on_error(failure)
+                    found.unread.append(failure)
                     continue
-            if file.suffix.lower() not in SUFFIXES:
-                on_other(file)
+            suffix = file.suffix.lower()
+            if suffix not in SUFFIXES:
+                found.num_others[suffix] += 1
                 continue
             # A job's own record may lie beside the documents.
             if blocks(file) or not is_manifest(file):
                 yield file
 
 
-def folders_of(
-    root: Path, on_error: Callable[[OSError], None] = lambda _: None
-) -> Iterator[Folder]:
-    """Yield each folder once, links followed, hidden ones and files left out."""
+def _folders_of(root: Path, found: Findings) -> Iterator[tuple[Path, list[str]]]:
+    """Yield each folder once, with the names of its files, sorted."""
     visited: set[tuple[int, int]] = set()
-    for folder, folders, names in os.walk(root, onerror=on_error, followlinks=True):
+    walk = os.walk(root, onerror=found.unread.append, followlinks=True)
+    for folder, folders, names in walk:
         if not _is_new(folder, visited):
             # A link to a folder above would have no end.
             folders.clear()
             continue
-        is_empty = not folders and not names
+        path = Path(folder)
+        if path.is_symlink():
+            found.linked.add(real(path))
+        if not folders and not names:
+            found.empty.add(real(path))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        shown = sorted(name for name in names if not name.startswith("."))
-        yield Folder(Path(folder), shown, is_empty)
+        yield path, sorted(name for name in names if not name.startswith("."))
 
 
-def linked_in(root: Path) -> Iterator[Path]:
-    """Yield the folders that links in a folder lead to, links followed."""
-    for folder in folders_of(root):
-        if folder.path.is_symlink():
-            yield Path(os.path.realpath(folder.path))
+def real(path: Path) -> Path:
+    """Return where a path leads, links followed; loops are no error."""
+    return Path(os.path.realpath(path))
 
 
 def _failure(path: Path) -> OSError | None:

@@ -132,6 +132,7 @@ class PrewarmJob:
             if self.on_vanished is not None and stopped in ("", "budget"):
                 emptied = getattr(self._source, "emptied", lambda _: "")
                 stopped = run.give_up_vanished(seen, self.on_vanished, emptied, stopped)
+        # Of a batch that found no room.
         run.totals.waiting_bytes = 0
         return JobReport(run.totals, stopped, num_damaged)
 

@@ -133,8 +133,9 @@ class SeenDocuments:
     def keep(self, document_id: str, place: str = "") -> None:
         """A document of this name, or place, could not be read now and is there."""
         self._database.execute(
-            "UPDATE documents SET seen = 1 WHERE id = ? OR (place = ? AND place != ?)",
-            (_packed(document_id), _packed(place), b""),
+            "UPDATE documents SET seen = 1 WHERE id = ? OR place = ?",
+            # NULL is no place's equal.
+            (_packed(document_id), _packed(place) if place else None),
         )
 
     def stored(self) -> Iterator[Entry]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from daric_rag.errors import ConfigError
-from daric_rag.prewarm.folders import blocks, files_of, linked_in, size_of
+from daric_rag.prewarm.folders import Findings, blocks, files_of, real, size_of
 from daric_rag.prewarm.items import SourceItem
 from daric_rag.prewarm.readers import (
     JSONL_SUFFIXES,
@@ -60,7 +59,9 @@ class PathSource:
         leave_out: Files that are no documents, wherever they lie.
 
     Attributes:
-        num_ignored: Files in folders whose suffix is none of `SUFFIXES`, by suffix.
+        num_ignored: Files in folders whose suffix is none of `SUFFIXES`, by suffix, as
+            it was at first.
+        linked: Folders that links led to then, links followed.
 
     Raises:
         ConfigError: A path does not exist, or what reads such files is missing.
@@ -78,8 +79,7 @@ class PathSource:
         self._paths = [os.fspath(path) for path in paths]
         self._fields = fields or JsonFields()
         self._stdin, self._split = stdin, split
-        self._left_out = {Path(os.path.realpath(path)) for path in leave_out}
-        self._empty: set[Path] = set()
+        self._left_out = {real(path) for path in leave_out}
         if not self._paths:
             raise ConfigError("no source is named: give files, folders, or - for stdin")
         for path in self._paths:
@@ -87,12 +87,13 @@ class PathSource:
                 raise ConfigError("standard input cannot be read here: name a file")
             if path != "-" and not Path(path).exists():
                 raise ConfigError(f"{path} does not exist: name a file or a folder")
-        self.num_ignored: Counter[str] = Counter()
+        self._found = Findings()
+        self.num_ignored, self.linked = self._found.num_others, self._found.linked
         self._num_bytes, suffixes = 0, set()
         for path in self._paths:
             if path == "-":
                 continue
-            for file in files_of(path, on_other=self._ignore):
+            for file in files_of(path, self._found):
                 suffixes.add(file.suffix.lower())
                 self._num_bytes += size_of(file)
         check_readers(suffixes)
@@ -119,16 +120,11 @@ class PathSource:
         Returns:
             A folder or file that is empty, or "".
         """
-        if not (place and self._empty):
+        if not (place and self._found.empty):
             return ""
         path = Path(place)
-        found = (one for one in (path, *path.parents) if one in self._empty)
+        found = (one for one in (path, *path.parents) if one in self._found.empty)
         return str(next(found, ""))
-
-    def linked(self) -> set[Path]:
-        """Return the folders that links lead to, links followed."""
-        roots = [Path(path) for path in self._paths if path != "-"]
-        return {folder for root in roots for folder in linked_in(root)}
 
     def __iter__(self) -> Iterator[SourceItem]:
         """Yield every document, or why it cannot be read."""
@@ -137,16 +133,15 @@ class PathSource:
         return split_items(self._read_all(), self._split)
 
     def _read_all(self) -> Iterator[SourceItem]:
-        self._empty.clear()
+        found = self._found = Findings()
         for path in self._paths:
             if path == "-":
                 assert self._stdin is not None
                 yield from read_json_lines(self._stdin, "stdin", self._fields)
                 continue
-            unread: list[OSError] = []
             is_empty = Path(path).is_dir()
-            for file in files_of(path, unread.append, self._found_empty):
-                if self._left_out and Path(os.path.realpath(file)) in self._left_out:
+            for file in files_of(path, found):
+                if self._left_out and real(file) in self._left_out:
                     continue
                 is_empty = False
                 if file != Path(path) and blocks(file):
@@ -154,21 +149,16 @@ class PathSource:
                 else:
                     yield from self._read(file)
             if is_empty:
-                self._found_empty(Path(path))
-            for error in unread:
+                found.empty.add(real(Path(path)))
+            for error in found.unread:
                 yield _unread_item(str(error.filename), error)
-
-    def _ignore(self, file: Path) -> None:
-        self.num_ignored[file.suffix.lower()] += 1
-
-    def _found_empty(self, path: Path) -> None:
-        self._empty.add(Path(os.path.realpath(path)))
+            found.unread.clear()
 
     def _read(self, file: Path) -> Iterator[SourceItem]:
         num_bytes = size_of(file)
+        place = str(real(file))
         if not num_bytes:
-            self._found_empty(file)
-        place = os.path.realpath(file)
+            self._found.empty.add(Path(place))
         if file.suffix.lower() in JSONL_SUFFIXES:
             try:
                 with file.open("rb") as lines:

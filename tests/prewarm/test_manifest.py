@@ -35,6 +35,14 @@ def write(path: Path, header: Any, entries: list[Entry]) -> None:
         writer.append(entries)
 
 
+def damage(path: Path, number: int, old: bytes, new: bytes) -> None:
+    """Change a line."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert old in lines[number]
+    lines[number] = lines[number].replace(old, new)
+    path.write_bytes(b"".join(lines))
+
+
 def test_entries_come_back(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "m.jsonl"
     write(path, HEADER, ENTRIES[:3])
@@ -106,9 +114,7 @@ def test_what_joins_a_header_is_not_taken_for_a_document(tmp_path: Path) -> None
     path = tmp_path / "m.jsonl"
     write(path, HEADER, ENTRIES[:1])
     write(path, OTHER, ENTRIES[1:])
-    lines = path.read_bytes().splitlines(keepends=True)
-    lines[2] = lines[2].replace(b"\n", b" ")
-    path.write_bytes(b"".join(lines))
+    damage(path, 2, b"\n", b" ")
     assert list(Manifest(path).history(HEADER)) == [ENTRIES[0], None]
     assert list(Manifest(path).history(OTHER)) == [None]
 
@@ -143,9 +149,7 @@ def test_a_damaged_header_is_not_taken_for_the_one_before(tmp_path: Path) -> Non
     path = tmp_path / "m.jsonl"
     write(path, HEADER, ENTRIES[:2])
     write(path, OTHER, ENTRIES[2:])
-    lines = path.read_bytes().splitlines(keepends=True)
-    lines[3] = lines[3].replace(b'"n"', b'"o"')
-    path.write_bytes(b"".join(lines))
+    damage(path, 3, b'"n"', b'"o"')
     assert list(Manifest(path).entries(HEADER)) == ENTRIES[:2]
     assert list(Manifest(path).entries(OTHER)) == []
     write(path, HEADER, ENTRIES[:1])

@@ -367,12 +367,12 @@ def test_links_are_known_and_what_is_left_out_is(tmp_path: Path) -> None:
     (corpus / "loop").symlink_to(corpus / "loop")
     source = PathSource([str(corpus)], leave_out=[corpus / "far" / "a.txt"])
     # Files that are links themselves are not watched.
-    assert source.linked() == {other}
+    assert source.linked == {other}
     found = {item.id: item.error for item in source}
     assert found.pop(str(corpus / "a.txt")) == ""
     assert [Path(name).name for name in found] == ["loop"]
     (tmp_path / "named").symlink_to(corpus)
-    assert corpus in PathSource([str(tmp_path / "named")]).linked()
+    assert corpus in PathSource([str(tmp_path / "named")]).linked
 
 
 def test_a_record_without_text_says_where_it_is(tmp_path: Path) -> None:
